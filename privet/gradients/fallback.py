@@ -1,0 +1,78 @@
+"""Per-record gradients of any other layer: its own forward pass, differentiated record by record by `torch.func`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from .per_record import Dense, PerRecord, wide
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """How a layer was called, with its tensors taken out, so that it can be called again with one record's."""
+
+    structure: Any
+    leaves: list[Any]
+    """The arguments that are not tensors, and None where a tensor goes."""
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> Call:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        return cls(structure, [None if isinstance(x, Tensor) else (x,) for x in leaves])
+
+    @staticmethod
+    def tensors(args: Any, kwargs: Any) -> list[Tensor]:
+        return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is None else leaf[0] for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+    def is_random(self, layer: nn.Module, tensors: Sequence[Tensor]) -> bool:
+        """Whether two runs of the layer on the same arguments differ."""
+        args, kwargs = self.arguments(tensors)
+        first, second = (float_outputs(layer.forward(*args, **kwargs)) for _ in range(2))
+        return not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def fallback(
+    layer: nn.Module, call: Call, inputs: Sequence[Tensor], deltas: Sequence[Tensor]
+) -> Mapping[str, PerRecord]:
+    """The layer is run again on each record, so it must be a function of its arguments and weights alone."""
+    parameters = {name: p.detach() for name, p in layer.named_parameters() if p.requires_grad}
+
+    def one(record: list[Tensor], upstream: list[Tensor]) -> dict[str, Tensor]:
+        def forward(weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            args, kwargs = call.arguments([x.unsqueeze(0) for x in record])
+            return tuple(float_outputs(functional_call(layer, weights, args, kwargs)))
+
+        outputs, pull = vjp(forward, parameters)
+        pairs = zip(upstream, outputs, strict=True)
+        (gradient,) = pull(tuple(d.unsqueeze(0).to(o.dtype) for d, o in pairs))
+        return {name: wide(g) for name, g in gradient.items()}
+
+    records, upstream = list(inputs), list(deltas)
+    try:
+        found = vmap(one)(records, upstream)
+    except RuntimeError:  # an operation without a batching rule (recurrent layers): slower, and the same numbers
+        singles = [one([x[i] for x in records], [d[i] for d in upstream]) for i in range(len(upstream[0]))]
+        found = {name: torch.stack([single[name] for single in singles]) for name in parameters}
+    return {name: Dense.of(gradient) for name, gradient in found.items()}
+
+
+def carries_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def float_outputs(result: Any) -> list[Tensor]:
+    """The tensors of a layer's result that gradients can flow through."""
+    return [x for x in pytree.tree_leaves(result) if carries_gradient(x)]

@@ -1,0 +1,75 @@
+"""Per-record gradients of linear layers: ∇W = Σ_t δ_t z_tᵀ over the positions t of the record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .per_record import ROUNDING, Dense, PerRecord, row_squares, rule_for, wide
+
+
+class _Outer(PerRecord):
+    """One position per record: ∇W = δ zᵀ has norm ‖δ‖·‖z‖, so nothing is built."""
+
+    def __init__(self, z: Tensor, delta: Tensor) -> None:
+        self.z, self.delta = z, delta
+        self.squared_norms = row_squares(z) * row_squares(delta)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return (self.delta * weights.unsqueeze(1)).T @ self.z
+
+    def dense(self) -> Tensor:
+        return self.delta.unsqueeze(2) * self.z.unsqueeze(1)
+
+    def drop(self, records: Tensor) -> None:
+        self.z, self.delta = _without(self.z, records), _without(self.delta, records)
+
+
+class _Ghost(PerRecord):
+    """Several positions: ‖∇W‖² = Σ_{t,u} (z_t·z_u)(δ_t·δ_u), for when that is cheaper than ∇W itself."""
+
+    def __init__(self, z: Tensor, delta: Tensor) -> None:
+        self.z, self.delta = z, delta
+        z_gram, delta_gram = z @ z.mT, delta @ delta.mT
+        self.squared_norms = gram_product(z_gram, delta_gram)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        scaled = self.delta * weights[:, None, None]
+        return scaled.flatten(0, 1).T @ self.z.flatten(0, 1)
+
+    def dense(self) -> Tensor:
+        return self.delta.mT @ self.z
+
+    def drop(self, records: Tensor) -> None:
+        self.z, self.delta = _without(self.z, records), _without(self.delta, records)
+
+
+def gram_product(first: Tensor, second: Tensor) -> Tensor:
+    """Σ_{t,u} first·second for each record, with the margin that makes it an upper bound (`ROUNDING`)."""
+    squared = (first * second).flatten(1).sum(1).clamp_(min=0)
+    largest = first.diagonal(dim1=1, dim2=2).sum(1) * second.diagonal(dim1=1, dim2=2).sum(1)
+    return squared + ROUNDING * largest
+
+
+def _without(tensor: Tensor, records: Tensor) -> Tensor:
+    return tensor.masked_fill(records.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+@rule_for(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+def linear(layer: nn.Linear, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
+    z, delta = wide(z), wide(delta)
+    found: dict[str, PerRecord] = {}
+    if z.dim() == 2:
+        found["weight"] = _Outer(z, delta)
+        found["bias"] = Dense.of(delta)
+        return found
+    z, delta = z.flatten(1, -2), delta.flatten(1, -2)
+    positions, wide_in, wide_out = z.shape[1], z.shape[2], delta.shape[2]
+    if positions * (wide_in + wide_out) < wide_in * wide_out:
+        found["weight"] = _Ghost(z, delta)
+    else:
+        found["weight"] = Dense.of(torch.bmm(delta.mT, z))
+    found["bias"] = Dense.of(delta.sum(1))
+    return found

@@ -1,0 +1,278 @@
+"""Book-keeping: one backward pass that yields every record's gradient and computes no weight gradient of its own.
+
+While recording, each layer that owns parameters is run with those parameters set not to require a gradient, so that
+autograd plans no weight gradients, and its output goes through a `_Tap`: an identity whose backward pass sees the
+layer's input z and the gradient δ at its output at the same time and hands both to the layer's rule. Nothing is
+wrapped or patched: all of it is forward hooks that `close` removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import Refused
+from . import conv, embedding, linear, norm  # noqa: F401  (registers their rules)
+from .fallback import Call, carries_gradient, fallback, float_outputs
+from .per_record import RULES, PerRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A layer that is differentiated as a whole: one with a rule of its own, or any other that owns parameters."""
+
+    name: str
+    layer: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """By the name that the layer's rule knows them under."""
+
+    @property
+    def described(self) -> str:
+        return f"'{self.name or 'the model'}' ({type(self.layer).__name__})"
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """The layers to record: each parameter of the model belongs to the outermost layer that can answer for it."""
+    units: list[Unit] = []
+    covered: set[str] = set()
+    for name, layer in model.named_modules():
+        if any(name.startswith(f"{outer}.") if outer else bool(name) for outer in covered):
+            continue
+        own = {key: p for key, p in layer.named_parameters(recurse=False)}
+        if type(layer) in RULES and own:
+            _refuse_coupling_options(name, layer)
+            units.append(Unit(name, layer, own))
+        elif own or parametrize.is_parametrized(layer):
+            units.append(Unit(name, layer, dict(layer.named_parameters())))
+            covered.add(name)
+    return units
+
+
+def _refuse_coupling_options(name: str, layer: nn.Module) -> None:
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+        option = "scale_grad_by_freq" if layer.scale_grad_by_freq else "max_norm"
+        raise Refused(
+            f"Embedding '{name}' has {option} set, which reads which tokens are in the batch and so lets one record's "
+            f"gradient depend on the others. Build it without {option}."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """One call of a layer: how many of its outputs carry gradients and, for layers without a rule, how it was called."""
+
+    recorder: Recorder
+    unit: Unit
+    outputs: int
+    call: Call | None
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on a layer's outputs; backward reports (inputs, gradients at the outputs) to the recorder.
+
+    Inputs are kept by `save_for_backward`, so that autograd's own guards hold for them: a later change in place is
+    an error, and gradient checkpointing drops and recomputes them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, use: _Use, anchor: Tensor, *tensors: Tensor) -> Any:
+        outputs, inputs = tensors[: use.outputs], tensors[use.outputs :]
+        ctx.use = use
+        ctx.save_for_backward(*inputs)
+        ctx.mark_dirty(*outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = ctx.saved_tensors
+        ctx.use.recorder._arrive(ctx.use, inputs, gradients)
+        passed = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)]
+        return (None, None, *passed, *[None] * len(inputs))
+
+
+class Recorder:
+    """Per-record gradients of `model`, by parameter name, from one backward pass over a vector of losses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.units = find_units(model)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._on = False
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._found: dict[str, list[PerRecord]] = {}
+        self._records = 0
+        self._probed: int | None = None
+        self.bytes_seen = 0
+        """Bytes that passed through recorded layers since it was last set to zero."""
+        self._handles: list[RemovableHandle] = []
+        for unit in self.units:
+            self._handles += self._watch(unit)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Forward passes inside this block are recorded; outside of it the model is untouched."""
+        with self._switched(True):
+            yield
+
+    @contextmanager
+    def _switched(self, on: bool) -> Iterator[None]:
+        before, self._on = self._on, on
+        try:
+            yield
+        finally:
+            self._on = before
+
+    def backward(self, losses: Tensor) -> dict[str, PerRecord]:
+        """Each record's gradient of its own loss, by parameter name; parameters that no loss reached are absent."""
+        self._begin(losses)
+        torch.autograd.backward(losses, torch.ones_like(losses))
+        self._refuse_strays()
+        found, self._found = self._found, {}
+        return {name: uses[0] if len(uses) == 1 else _Added(uses) for name, uses in found.items()}
+
+    def reaches_others(self, losses: Tensor, record: int) -> str | None:
+        """The layer at which this record's loss has a gradient for another record, if there is one.
+
+        For made-up records only. Also refuses layers without a rule that are not functions of their arguments.
+        """
+        self._begin(losses)
+        self._probed = record
+        only = torch.zeros_like(losses)
+        only[record] = 1
+        try:
+            torch.autograd.backward(losses, only)
+        except _Coupled as coupled:
+            return str(coupled)
+        finally:
+            self._probed, self._found = None, {}
+        self._refuse_strays()
+        return None
+
+    def _begin(self, losses: Tensor) -> None:
+        self._records = losses.shape[0]
+        self._found = {}
+
+    def _watch(self, unit: Unit) -> list[RemovableHandle]:
+        switched: list[nn.Parameter] = []
+
+        def before(_layer: nn.Module, _args: Any, _kwargs: Any) -> None:
+            if self._on and torch.is_grad_enabled():
+                switched[:] = [p for p in unit.parameters.values() if p.requires_grad]
+                for p in switched:
+                    p.requires_grad_(False)
+
+        def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            trained = bool(switched)
+            for p in switched:
+                p.requires_grad_(True)
+            switched.clear()
+            if not trained or output is None:
+                return None
+            return self._tap(unit, args, kwargs, output)
+
+        return [
+            unit.layer.register_forward_pre_hook(before, with_kwargs=True),
+            unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    def _tap(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
+        if type(unit.layer) in RULES:
+            call, inputs, outputs = None, [args[0] if args else kwargs["input"]], [output]
+        else:
+            call = Call.of(args, kwargs)
+            inputs = call.tensors(args, kwargs)
+            # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
+            outputs = [x.clone() for x in float_outputs(output)]
+        self.bytes_seen += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
+        use = _Use(self, unit, len(outputs), call)
+        tapped = _Tap.apply(use, self._anchor, *outputs, *[x.detach() for x in inputs])
+        if call is None:
+            return tapped
+        fresh = iter(tapped if isinstance(tapped, tuple) else (tapped,))
+        return pytree.tree_map(lambda x: next(fresh) if carries_gradient(x) else x, output)
+
+    def _arrive(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
+        unit = use.unit
+        for tensor in (*inputs, *deltas):
+            if tensor.dim() == 0 or tensor.shape[0] != self._records:
+                raise Refused(
+                    f"Layer {unit.described} works on a tensor of shape {tuple(tensor.shape)} while the losses are "
+                    f"for {self._records} records. The first axis must be the records in every layer that has "
+                    "parameters: use batch_first=True, and do not fold other axes into the first."
+                )
+        if self._probed is not None:
+            self._look_for_others(unit, deltas)
+        with torch.no_grad(), self._switched(False):
+            if use.call is None:
+                found = RULES[type(unit.layer)](unit.layer, inputs[0], deltas[0])
+            else:
+                if self._probed is not None and use.call.is_random(unit.layer, inputs):
+                    raise Refused(
+                        f"Layer {unit.described} gives another output each time it is run (dropout inside?), and "
+                        "Privet has no rule of its own for it, so it would have to run it again. Set its dropout to "
+                        "zero and put an nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
+                    )
+                found = fallback(unit.layer, use.call, inputs, deltas)
+        for local, gradient in found.items():
+            parameter = unit.parameters.get(local)
+            if parameter is not None and parameter.requires_grad:
+                self._found.setdefault(self._names[id(parameter)], []).append(gradient)
+
+    def _look_for_others(self, unit: Unit, deltas: Sequence[Tensor]) -> None:
+        for delta in deltas:
+            others = torch.arange(self._records, device=delta.device) != self._probed
+            if bool((delta[others] != 0).any()):
+                raise _Coupled(unit.described)
+
+    def _refuse_strays(self) -> None:
+        strays = [name for name, p in self.model.named_parameters() if p.grad is not None]
+        if strays:
+            for p in self.model.parameters():
+                p.grad = None
+            raise Refused(
+                f"Parameter '{strays[0]}' received a gradient outside of its layer's own forward pass (it is used "
+                "functionally, for example as F.linear(x, layer.weight) or in a penalty on weights), so its records "
+                "cannot be told apart. Call the layer itself, move the use into a module that owns the parameter, "
+                "or freeze it; a penalty on weights belongs into the optimizer's weight_decay."
+            )
+
+
+class _Added(PerRecord):
+    """A parameter used several times: the gradients of its uses are added before the norm is taken."""
+
+    def __init__(self, uses: list[PerRecord]) -> None:
+        self.uses = uses
+        self.squared_norms = self.dense().flatten(1).square().sum(1)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = self.uses[0].weighted_sum(weights)
+        for use in self.uses[1:]:
+            total = total + use.weighted_sum(weights)
+        return total
+
+    def dense(self) -> Tensor:
+        total = self.uses[0].dense().clone()
+        for use in self.uses[1:]:
+            total += use.dense()
+        return total
+
+    def drop(self, records: Tensor) -> None:
+        for use in self.uses:
+            use.drop(records)
+
+
+class _Coupled(Exception):
+    """Carries the description of a layer where one record's loss reached another record."""
