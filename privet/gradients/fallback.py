@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -39,32 +40,50 @@ class Call:
 
     def is_random(self, layer: nn.Module, tensors: Sequence[Tensor]) -> bool:
         """Whether two runs of the layer on the same arguments differ."""
-        args, kwargs = self.arguments(tensors)
+        args, kwargs = self.arguments(
+            [x.movedim(0, axis) for x, axis in zip(tensors, record_axes(layer), strict=False)]
+        )
         first, second = (float_outputs(layer.forward(*args, **kwargs)) for _ in range(2))
         return not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def record_axes(layer: nn.Module) -> Iterator[int]:
+    """On which axis the records lie in each tensor argument and result: the first, but for recurrent states."""
+    return chain([0], repeat(1)) if isinstance(layer, nn.RNNBase) else repeat(0)
+
+
 def fallback(
-    layer: nn.Module, call: Call, inputs: Sequence[Tensor], deltas: Sequence[Tensor]
+    layer: nn.Module, call: Call, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]
 ) -> Mapping[str, PerRecord]:
-    """The layer is run again on each record, so it must be a function of its arguments and weights alone."""
+    """The layer is run again on each record, so it must be a function of its arguments and weights alone.
+
+    `inputs` and `deltas` have the records first; a delta of None is an output that no loss depends on.
+    """
     parameters = {name: p.detach() for name, p in layer.named_parameters() if p.requires_grad}
+    used = [d for d in deltas if d is not None]
 
     def one(record: list[Tensor], upstream: list[Tensor]) -> dict[str, Tensor]:
         def forward(weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
-            args, kwargs = call.arguments([x.unsqueeze(0) for x in record])
-            return tuple(float_outputs(functional_call(layer, weights, args, kwargs)))
+            singles = [x.unsqueeze(axis) for x, axis in zip(record, record_axes(layer), strict=False)]
+            args, kwargs = call.arguments(singles)
+            outputs = float_outputs(functional_call(layer, weights, args, kwargs))
+            return tuple(
+                o.squeeze(axis)
+                for o, d, axis in zip(outputs, deltas, record_axes(layer), strict=False)
+                if d is not None
+            )
 
         outputs, pull = vjp(forward, parameters)
-        pairs = zip(upstream, outputs, strict=True)
-        (gradient,) = pull(tuple(d.unsqueeze(0).to(o.dtype) for d, o in pairs))
+        (gradient,) = pull(tuple(d.to(o.dtype) for d, o in zip(upstream, outputs, strict=True)))
         return {name: wide(g) for name, g in gradient.items()}
 
-    records, upstream = list(inputs), list(deltas)
+    records = list(inputs)
     try:
-        found = vmap(one)(records, upstream)
-    except RuntimeError:  # an operation without a batching rule (recurrent layers): slower, and the same numbers
-        singles = [one([x[i] for x in records], [d[i] for d in upstream]) for i in range(len(upstream[0]))]
+        found = vmap(one)(records, used)
+    except (
+        RuntimeError
+    ):  # an operation without a batching rule (recurrent layers): slower, and the same numbers
+        singles = [one([x[i] for x in records], [d[i] for d in used]) for i in range(len(used[0]))]
         found = {name: torch.stack([single[name] for single in singles]) for name in parameters}
     return {name: Dense.of(gradient) for name, gradient in found.items()}
 

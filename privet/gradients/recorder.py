@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
 from . import conv, embedding, linear, norm  # noqa: F401  (registers their rules)
-from .fallback import Call, carries_gradient, fallback, float_outputs
+from .fallback import Call, carries_gradient, fallback, float_outputs, record_axes
 from .per_record import RULES, PerRecord
 
 
@@ -86,15 +86,19 @@ class _Tap(torch.autograd.Function):
     def forward(ctx: Any, use: _Use, anchor: Tensor, *tensors: Tensor) -> Any:
         outputs, inputs = tensors[: use.outputs], tensors[use.outputs :]
         ctx.use = use
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         ctx.mark_dirty(*outputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         inputs = ctx.saved_tensors
-        ctx.use.recorder._arrive(ctx.use, inputs, gradients)
-        passed = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)]
+        if any(g is not None for g in gradients):
+            ctx.use.recorder._arrive(ctx.use, inputs, gradients)
+        passed = [
+            g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)
+        ]
         return (None, None, *passed, *[None] * len(inputs))
 
 
@@ -204,38 +208,46 @@ class Recorder:
         fresh = iter(tapped if isinstance(tapped, tuple) else (tapped,))
         return pytree.tree_map(lambda x: next(fresh) if carries_gradient(x) else x, output)
 
-    def _arrive(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
+    def _arrive(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         unit = use.unit
+        inputs = [x.movedim(axis, 0) for x, axis in zip(inputs, record_axes(unit.layer), strict=False)]
+        deltas = [
+            d if d is None else d.movedim(axis, 0)
+            for d, axis in zip(deltas, record_axes(unit.layer), strict=False)
+        ]
         for tensor in (*inputs, *deltas):
-            if tensor.dim() == 0 or tensor.shape[0] != self._records:
+            if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != self._records):
                 raise Refused(
                     f"Layer {unit.described} works on a tensor of shape {tuple(tensor.shape)} while the losses are "
                     f"for {self._records} records. The first axis must be the records in every layer that has "
                     "parameters: use batch_first=True, and do not fold other axes into the first."
                 )
         if self._probed is not None:
-            self._look_for_others(unit, deltas)
+            self._examine(use, inputs, deltas)
+            return
         with torch.no_grad(), self._switched(False):
             if use.call is None:
-                found = RULES[type(unit.layer)](unit.layer, inputs[0], deltas[0])
+                found = RULES[type(unit.layer)](unit.layer, inputs[0], cast(Tensor, deltas[0]))
             else:
-                if self._probed is not None and use.call.is_random(unit.layer, inputs):
-                    raise Refused(
-                        f"Layer {unit.described} gives another output each time it is run (dropout inside?), and "
-                        "Privet has no rule of its own for it, so it would have to run it again. Set its dropout to "
-                        "zero and put an nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
-                    )
                 found = fallback(unit.layer, use.call, inputs, deltas)
         for local, gradient in found.items():
             parameter = unit.parameters.get(local)
             if parameter is not None and parameter.requires_grad:
                 self._found.setdefault(self._names[id(parameter)], []).append(gradient)
 
-    def _look_for_others(self, unit: Unit, deltas: Sequence[Tensor]) -> None:
-        for delta in deltas:
+    def _examine(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
+        described = use.unit.described
+        for delta in (d for d in deltas if d is not None):
             others = torch.arange(self._records, device=delta.device) != self._probed
             if bool((delta[others] != 0).any()):
-                raise _Coupled(unit.described)
+                raise _Coupled(described)
+        with torch.no_grad(), self._switched(False):
+            if use.call is not None and use.call.is_random(use.unit.layer, inputs):
+                raise Refused(
+                    f"Layer {described} gives another output each time it is run (dropout inside?), and Privet has no "
+                    "rule of its own for it, so it would have to run it again. Set its dropout to zero and put an "
+                    "nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
+                )
 
     def _refuse_strays(self) -> None:
         strays = [name for name, p in self.model.named_parameters() if p.grad is not None]

@@ -1,1 +1,6 @@
+"""Ready networks, and the way from BatchNorm to a norm that keeps records apart."""
 
+from privet.nn.groupnorm import batchnorm_to_groupnorm
+from privet.nn.models import EXAMPLE_SHAPES, MODELS, build
+
+__all__ = ["EXAMPLE_SHAPES", "MODELS", "batchnorm_to_groupnorm", "build"]

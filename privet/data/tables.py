@@ -1,0 +1,209 @@
+"""Tables of a user's own, CSV or Parquet, turned into numbers by maps fixed before the data was seen."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from privet.data.base import Data, split
+from privet.errors import ConfigError
+
+SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
+
+_MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
+_CODE_BITS = 16
+_MOST_NUMERIC_CLASSES = 50
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    columns: dict[str, list[str]]
+    places: Sequence[str]  # where each row stands in the file, for messages
+
+
+def load_table(
+    path: Path,
+    *,
+    target: str | None,
+    test_fraction: float,
+    seed: int,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+) -> Data:
+    """Read a table, encode its columns, and hold out about `test_fraction` of its rows.
+
+    - A column of numbers becomes sign(x) log(1 + |x|), or, with `bounds[column] = (low, high)`, x clipped to
+      them and mapped to [-1, 1]; then a column that is 1 where the value is missing (and the number 0).
+    - Any other column becomes 16 numbers of size 1/4, whose signs hash the column's name and the value.
+    - The classes are the values of `target`.
+
+    Formal guarantee: with the columns' names and types and the set of target labels public, each row of the
+    result is a function of that row alone, and the split is 1-stable (see `privet.data.base.split`). No mean,
+    range or vocabulary of a column is used.
+    """
+    table = _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_csv(path)
+    if target is None or target not in table.columns:
+        wrong = "No target column was named" if target is None else f"There is no column {target!r}"
+        raise ConfigError(
+            f"{wrong} in {path}: name the column to predict with target (--target), one of "
+            f"{', '.join(table.columns)}."
+        )
+    features = {name: cells for name, cells in table.columns.items() if name != target}
+    if not features:
+        raise ConfigError(f"{path} has no column besides the target {target!r}.")
+    if not table.places:
+        raise ConfigError(f"{path} has a header and no rows.")
+    y, labels = _classes(path, target, table)
+    bounds = dict(bounds or {})
+    x = np.concatenate(
+        [_encoded(name, cells, bounds.pop(name, None)) for name, cells in features.items()], axis=1
+    )
+    if bounds:
+        raise ConfigError(
+            f"bounds names {', '.join(map(repr, bounds))}, not a column of {path} to learn from."
+        )
+    train, test = split(torch.from_numpy(x), torch.from_numpy(y), fraction=test_fraction, key=f"{seed} test")
+    return Data(
+        name=path.name,
+        train=train,
+        test=test,
+        classes=len(labels),
+        labels=labels,
+        input_shape=(x.shape[1],),
+        description="Numbers were scaled by a fixed function or by bounds given with the run, and other "
+        "values hashed; no statistic of the records was used. The columns' names and types and the set of "
+        f"target labels count as public. About {test_fraction:g} of the records are held out, each by its "
+        "own coin, and not trained on.",
+    )
+
+
+def _classes(path: Path, target: str, table: _Table) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    cells = table.columns[target]
+    numbers = _numbers(cells)
+    for i, cell in enumerate(cells):
+        if not cell or (numbers is not None and np.isnan(numbers[i])):
+            raise ConfigError(
+                f"{path}, {table.places[i]}: the target {target!r} is missing; remove the row or fill it in."
+            )
+    if numbers is None:
+        values, y = np.unique(np.array(cells), return_inverse=True)
+        names = tuple(map(str, values))
+    else:  # 1 and 1.0 are one class, and 2 comes before 10
+        values, y = np.unique(numbers, return_inverse=True)
+        names = tuple(np.format_float_positional(value, trim="-") for value in values)
+        if len(names) > _MOST_NUMERIC_CLASSES:
+            raise ConfigError(
+                f"The target {target!r} takes {len(names)} different numbers, more than "
+                f"{_MOST_NUMERIC_CLASSES}: that is regression, and only classes can be predicted here. "
+                "Put the numbers into classes first."
+            )
+    if len(names) < 2:
+        raise ConfigError(f"The target {target!r} is {names[0]!r} in every row; there is nothing to predict.")
+    return y.astype(np.int64), names
+
+
+def _encoded(name: str, cells: list[str], bounds: tuple[float, float] | None) -> NDArray[np.float32]:
+    numbers = _numbers(cells)
+    if numbers is not None:
+        missing = np.isnan(numbers)
+        scaled = _scaled(name, np.nan_to_num(numbers), bounds)  # infinities become the largest float
+        return np.stack([np.where(missing, 0, scaled), missing], axis=1).astype(np.float32)
+    if bounds is not None:
+        raise ConfigError(f"bounds were given for column {name!r}, which does not hold numbers alone.")
+    codes = {cell: _code(name, cell) for cell in set(cells)}
+    return np.stack([codes[cell] for cell in cells])
+
+
+def _scaled(name: str, numbers: Floats, bounds: tuple[float, float] | None) -> Floats:
+    if bounds is None:
+        return np.sign(numbers) * np.log1p(np.abs(numbers))
+    low, high = bounds
+    if not (np.isfinite(low) and np.isfinite(high) and low < high):
+        raise ConfigError(f"bounds[{name!r}]={bounds!r} must be two numbers, the lower first.")
+    return (np.clip(numbers, low, high) - low) / (high - low) * 2 - 1
+
+
+def _code(name: str, cell: str) -> NDArray[np.float32]:
+    """A vector of norm 1 for one value: nearly orthogonal to any other's, and known without the data."""
+    digest = blake2b(f"{name}={cell}".encode(), digest_size=_CODE_BITS // 8).digest()
+    signs = np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.float32) * 2 - 1
+    return np.asarray(signs / np.sqrt(_CODE_BITS), dtype=np.float32)
+
+
+def _numbers(cells: list[str]) -> Floats | None:
+    """The cells as numbers, NaN where missing; None if any is neither."""
+    try:
+        return np.array(
+            [np.nan if cell.lower() in _MISSING else float(cell) for cell in cells], dtype=np.float64
+        )
+    except ValueError:
+        return None
+
+
+def _read_csv(path: Path) -> _Table:
+    name = path.name.lower()
+    rows: list[list[str]] = []
+    places: list[str] = []
+    line = 0
+    try:
+        with (gzip.open if name.endswith(".gz") else open)(
+            path, "rt", encoding="utf-8-sig", newline=""
+        ) as file:
+            reader = csv.reader(
+                file, delimiter="\t" if ".tsv" in name else ",", skipinitialspace=True, strict=True
+            )
+            for row in reader:
+                line = reader.line_num
+                if row:  # a blank line is no row
+                    rows.append([cell.strip() for cell in row])
+                    places.append(f"line {line}")
+    except FileNotFoundError as error:
+        raise ConfigError(f"The table {path} does not exist.") from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} cannot be read as a table of text after line {line}: {error}.") from error
+    if not rows:
+        raise ConfigError(f"{path} is empty; its first line must name the columns.")
+    header = _checked_header(path, rows.pop(0))
+    del places[0]
+    for row, place in zip(rows, places, strict=True):
+        if len(row) != len(header):
+            raise ConfigError(
+                f"{path}, {place}: {len(row)} cells, but the header names {len(header)} columns."
+            )
+    return _Table(columns={name: [row[i] for row in rows] for i, name in enumerate(header)}, places=places)
+
+
+def _read_parquet(path: Path) -> _Table:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 (an extra)
+        from pyarrow import parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("Reading Parquet needs pyarrow: pip install privet[parquet].") from error
+    try:
+        table = parquet.read_table(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"The table {path} does not exist.") from error
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as Parquet: {error}") from error
+    header = _checked_header(path, table.column_names)
+    columns = {
+        name: ["" if value is None else str(value) for value in column.to_pylist()]
+        for name, column in zip(header, table.columns, strict=True)
+    }
+    return _Table(columns=columns, places=[f"row {i}" for i in range(1, table.num_rows + 1)])
+
+
+def _checked_header(path: Path, header: Sequence[str]) -> list[str]:
+    if repeated := {name for name in header if list(header).count(name) > 1}:
+        raise ConfigError(f"{path} names a column more than once: {', '.join(sorted(map(repr, repeated)))}.")
+    return list(header)

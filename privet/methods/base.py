@@ -1,0 +1,192 @@
+"""What every method gives and gets. A method is one file in this folder that defines one `Method` and its `Session`.
+
+A `Method` is the configuration: frozen, and public in the sense of privacy too. `open` attaches it to a model and
+gives a `Session`, which turns the losses of one step into sums that one record can move by a known amount. Nothing
+outside of this folder asks which method is running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, Refused
+
+if TYPE_CHECKING:
+    from ..accounting import Relation
+    from ..noise import Allocation
+
+METHODS: dict[str, type[Method]] = {}
+"""All methods by the name that the command line knows them under."""
+
+_M = TypeVar("_M", bound="type[Method]")
+
+
+def register(method: _M) -> _M:
+    """Makes a method known by its `name`; its fields become options of the command line."""
+    METHODS[method.name] = method
+    return method
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field of a method with the sentence that `--help` shows for it."""
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How far one record can move a sum, in L2 norm, under each relation (DESIGN, rule 1)."""
+
+    add_remove: float
+    replace_one: float
+
+    @classmethod
+    def of_contribution(cls, bound: float) -> Sensitivity:
+        """A sum to which each record adds a vector of at most this norm: replacing one removes and adds."""
+        return cls(add_remove=bound, replace_one=2 * bound)
+
+    def under(self, relation: Relation) -> float:
+        return self.add_remove if relation == "add_remove" else self.replace_one
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """One sum over the sample that is about to be noised. All queries of a step are ONE mechanism (rule 2)."""
+
+    name: str
+    total: Tensor
+    """Flat, float32 or better."""
+    sensitivity: Sensitivity
+    std: float | None = None
+    """Its noise, where the method fixes it; otherwise the step allocates it."""
+    group: ParameterGroup | None = None
+    """The parameters whose gradient this is; None for a side query, whose noisy value goes to `Session.observe`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run tells its method: public facts only."""
+
+    batch: int
+    noise_multiplier: float
+    relation: Relation
+
+
+class ParameterGroup:
+    """Named parameters whose summed gradient is one flat vector; `views` are its parts in the parameters' shapes."""
+
+    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.name = name
+        self.parameters = dict(parameters)
+        self.size = sum(p.numel() for p in self.parameters.values())
+        first = next(iter(self.parameters.values()))
+        exact = any(p.dtype == torch.float64 for p in self.parameters.values())
+        dtype = torch.float64 if exact else torch.float32
+        self.total = torch.zeros(self.size, dtype=dtype, device=first.device)
+        self.views = self.split(self.total)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat vector, each laid out in memory as its parameter is (channels last, for one)."""
+        parts: dict[str, Tensor] = {}
+        start = 0
+        for name, p in self.parameters.items():
+            part = flat[start : start + p.numel()]
+            dense = p.is_contiguous() or p.is_contiguous(memory_format=_channels_last(p))
+            parts[name] = (
+                part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense else part.view(p.shape)
+            )
+            start += p.numel()
+        return parts
+
+    def matches(self, parameters: Iterable[nn.Parameter]) -> bool:
+        return {id(p) for p in self.parameters.values()} == {id(p) for p in parameters}
+
+
+def _channels_last(p: Tensor) -> torch.memory_format:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return formats.get(p.dim(), torch.contiguous_format)
+
+
+class Method(ABC):
+    """Configuration of a method; a frozen dataclass with keyword-only fields made by `option`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    records_must_be_independent: ClassVar[bool] = True
+    """Whether one record's loss may not depend on another's (rule 6); false for batch clipping only."""
+    allocation: Allocation
+
+    @abstractmethod
+    def open(self, model: nn.Module, setting: Setting) -> Session:
+        """Attaches the method to the model; `Session.close` takes everything away again."""
+
+
+class Session(ABC):
+    """A method at work on one model.
+
+    Formal guarantee: for two samples that differ by one record, the totals of `finish` differ by at most the
+    sensitivity that stands in the query, in L2 norm, whatever the records, the weights and the loss are.
+    """
+
+    def cut(self, sample: np.ndarray) -> Sequence[np.ndarray]:
+        """The sample's record numbers in parts that are never mixed in one forward pass."""
+        return [sample]
+
+    @abstractmethod
+    def listening(self) -> AbstractContextManager[None]:
+        """Active while the user's forward passes of a step run."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A new step starts from sums of zero."""
+
+    @abstractmethod
+    def add(self, losses: Tensor) -> None:
+        """Adds the bounded contribution of one chunk of records."""
+
+    @abstractmethod
+    def finish(self) -> list[Query]:
+        """The sums of the step, with what one record can move them by."""
+
+    def observe(self, noisy: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Noisy values of this step's side queries, free to use."""
+
+    def reaches_others(self, losses: Tensor, record: int) -> str | None:
+        """Where the loss of this (made-up) record depends on another record, if it does."""
+        return None
+
+    def bytes_per_record(self, records: int) -> int:
+        """An estimate of the memory that one record takes, after one chunk of `records` was listened to."""
+        return 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold of this session: noisy or public values only."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Restores `state`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Removes every hook."""
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise Refused("The model has no parameter that requires a gradient, so there is nothing to train.")
+    return found
+
+
+def positive(name: str, value: float) -> None:
+    """Refuses a number that is not positive and finite, by the name that the user gave it under."""
+    if not (value > 0 and np.isfinite(value)):
+        raise ConfigError(f"{name} must be a positive number, and is {value!r}.")

@@ -1,0 +1,295 @@
+"""Ready networks by name, as plain modules, and a user's own as `module:factory`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from privet.errors import ConfigError
+
+Factory = Callable[..., nn.Module]
+
+
+def build(
+    name: str, *, input_shape: tuple[int, ...], classes: int, seed: int | None = None, **options: Any
+) -> nn.Module:
+    """Make the network `name` for records of `input_shape` with `classes` outputs.
+
+    `name` is one of MODELS, or `module:factory` of the user's own, imported with the current directory on the
+    path and called with `input_shape` and `classes` where its signature names them; `options` go to it too.
+    With a `seed` the initial weights are reproducible and torch's global generator is left as it was.
+    """
+    if classes < 1:
+        raise ConfigError(f"classes={classes!r} must be at least 1.")
+    if not input_shape or min(input_shape) < 1:
+        raise ConfigError(f"input_shape={input_shape!r} must name at least one size, all of them positive.")
+    own = ":" in name
+    if not own and name not in MODELS:
+        raise ConfigError(
+            f"Unknown model {name!r}. Choose one of {', '.join(MODELS)}, or name your own as module:factory."
+        )
+    with _current_directory_importable() if own else nullcontext():
+        factory = _imported(name) if own else MODELS[name]
+        arguments = _arguments(name, factory, input_shape=input_shape, classes=classes, options=options)
+        with _seeded(seed):
+            model = factory(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"Model {name!r} returned a {type(model).__name__}; it must return a torch.nn.Module."
+        )
+    return model
+
+
+def _imported(name: str) -> Factory:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (
+        Exception
+    ) as error:  # a user's module can fail in any way; which way is in the message and the cause
+        raise ConfigError(
+            f"Model {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
+            f"It is looked for in {Path.cwd()} and on the Python path."
+        ) from error
+    try:
+        factory = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise ConfigError(f"Model {name!r}: module {module_name!r} has no {attribute!r}.") from error
+    if not callable(factory):
+        raise ConfigError(
+            f"Model {name!r} is a {type(factory).__name__}; name a class or function that makes a model."
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _arguments(name: str, factory: Factory, *, options: dict[str, Any], **offered: Any) -> dict[str, Any]:
+    """What to call the factory with: the offered arguments that it names, and all the options."""
+    signature = inspect.signature(factory)
+    by_name = {
+        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    arguments = {key: value for key, value in offered.items() if key in by_name} | options
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"Model {name!r} cannot be made with the options {sorted(options)}: {error}."
+        ) from error
+    return arguments
+
+
+@contextmanager
+def _current_directory_importable() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed would also reseed the GPUs, which fork_rng left
+        yield
+
+
+def mnist_cnn(*, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The tanh CNN for (Fashion-)MNIST of the losing-less paper, Table 1: 26,010 parameters on 28 x 28."""
+    features = nn.Sequential(
+        nn.Conv2d(_channels("mnist-cnn", input_shape), 16, 8, stride=2, padding=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(),
+    )
+    width = _output_width("mnist-cnn", features, input_shape)
+    return nn.Sequential(*features, nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, classes))
+
+
+def cifar_cnn(*, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The tanh CNN for CIFAR-10 of the losing-less paper, Table 2: 550,570 parameters on 3 x 32 x 32."""
+    layers: list[nn.Module] = []
+    before = _channels("cifar-cnn", input_shape)
+    for width in (32, 64, 128):
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.Tanh()]
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]
+        before = width
+    features = nn.Sequential(*layers, nn.Flatten())
+    width = _output_width("cifar-cnn", features, input_shape)
+    return nn.Sequential(*features, nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, classes))
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(32, width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(32, width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(before, width, 1, stride=stride, bias=False), nn.GroupNorm(32, width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(hidden)) + self.shortcut(x))
+
+
+def resnet18_gn(*, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The resnet-18 for small images (3 x 3 stem, no max-pool) with GroupNorm(32): 11,173,962 parameters."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(_channels("resnet18-gn", input_shape), 64, 3, padding=1, bias=False),
+        nn.GroupNorm(32, 64),
+        nn.ReLU(),
+    ]
+    before = 64
+    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+        layers += [_ResidualBlock(before, width, stride), _ResidualBlock(width, width, 1)]
+        before = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+
+
+def mlp(
+    *,
+    input_shape: tuple[int, ...],
+    classes: int,
+    hidden: Sequence[int] = (256, 256),
+    activation: Literal["tanh", "relu"] = "tanh",
+) -> nn.Module:
+    """Linear layers of the `hidden` widths; tanh by default, as bounded activations lose less to clipping."""
+    activations: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+    if activation not in activations:
+        raise ConfigError(f"activation={activation!r} must be one of {', '.join(activations)}.")
+    layers: list[nn.Module] = [nn.Flatten()]
+    before = int(torch.Size(input_shape).numel())
+    for width in hidden:
+        layers += [nn.Linear(before, width), activations[activation]()]
+        before = width
+    return nn.Sequential(*layers, nn.Linear(before, classes))
+
+
+class _EncoderLayer(nn.Module):
+    """What nn.TransformerEncoderLayer computes (post-norm, ReLU, no dropout), from layers that hooks see."""
+
+    def __init__(self, width: int, heads: int, feedforward: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(
+            width, 3 * width
+        )  # one matrix product, and one per-record gradient, in place of three
+        self.out = nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, feedforward)
+        self.down = nn.Linear(feedforward, width)
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = self.norm1(x + self.out(attended))
+        return self.norm2(x + self.down(torch.relu(self.up(x))))  # type: ignore[no-any-return]
+
+
+class _Transformer(nn.Module):
+    def __init__(
+        self, *, classes: int, vocabulary: int, width: int, heads: int, feedforward: int, layers: int
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(*(_EncoderLayer(width, heads, feedforward) for _ in range(layers)))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.is_floating_point():
+            raise ConfigError(
+                f"Model 'transformer' takes whole-numbered tokens, not {tokens.dtype}; the mlp takes numbers."
+            )
+        return self.head(self.layers(self.embedding(tokens)).mean(1))  # type: ignore[no-any-return]
+
+
+def transformer(
+    *,
+    input_shape: tuple[int, ...],
+    classes: int,
+    vocabulary: int = 8000,
+    width: int = 128,
+    heads: int = 4,
+    feedforward: int = 512,
+    layers: int = 2,
+) -> nn.Module:
+    """Embedding, encoder layers, mean over the sequence, linear; input (batch, length) below `vocabulary`.
+
+    There are no positions: a sequence is a bag of tokens that attend to each other, and any length fits.
+    """
+    if len(input_shape) != 1:
+        raise ConfigError(
+            f"Model 'transformer' takes sequences of tokens, input_shape=(length,), not {input_shape}."
+        )
+    if width % heads:
+        raise ConfigError(f"width={width} must be a multiple of heads={heads}.")
+    return _Transformer(
+        classes=classes,
+        vocabulary=vocabulary,
+        width=width,
+        heads=heads,
+        feedforward=feedforward,
+        layers=layers,
+    )
+
+
+def _channels(name: str, input_shape: tuple[int, ...]) -> int:
+    if len(input_shape) != 3:
+        raise ConfigError(
+            f"Model {name!r} takes images, (channels, height, width), not input_shape={input_shape}; "
+            "the mlp takes any shape."
+        )
+    return input_shape[0]
+
+
+def _output_width(name: str, features: nn.Module, input_shape: tuple[int, ...]) -> int:
+    try:
+        with torch.no_grad():
+            return int(features(torch.zeros(1, *input_shape)).shape[1])
+    except RuntimeError as error:
+        raise ConfigError(
+            f"Images of {input_shape} are too small for {name!r}; the mlp takes any size."
+        ) from error
+
+
+MODELS: dict[str, Factory] = {
+    "mnist-cnn": mnist_cnn,
+    "cifar-cnn": cifar_cnn,
+    "resnet18-gn": resnet18_gn,
+    "mlp": mlp,
+    "transformer": transformer,
+}
+
+EXAMPLE_SHAPES: dict[str, tuple[int, ...]] = {
+    "mnist-cnn": (1, 28, 28),
+    "cifar-cnn": (3, 32, 32),
+    "resnet18-gn": (3, 32, 32),
+    "mlp": (500,),
+    "transformer": (128,),
+}
+"""The shape of one record for benchmarks, by model."""

@@ -1,0 +1,113 @@
+"""From a budget to a plan: how much noise and how many steps, before the first record is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .accounting import Mechanism, Relation, count_for, epsilon, noise_for
+from .errors import ConfigError
+from .sampling import SamplingRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a run may cost. Any two of: `epsilon`, `noise`, and a length (`epochs` or `steps`); the third is found.
+
+    With all three given, the run ends at the length or before epsilon is exceeded, whichever comes first.
+    """
+
+    delta: float
+    epsilon: float | None = None
+    noise: float | None = None
+    """Noise multiplier: standard deviation over sensitivity, all groups taken together."""
+    epochs: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < 1:
+            raise ConfigError(
+                f"delta must lie between 0 and 1 (a common choice is 1/records), and is {self.delta!r}."
+            )
+        if self.epsilon is not None and not self.epsilon > 0:
+            raise ConfigError(f"epsilon must be positive, and is {self.epsilon!r}.")
+        if self.noise is not None and not self.noise >= 0:
+            raise ConfigError(f"noise must not be negative, and is {self.noise!r}.")
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("Give the length of the run as epochs or as steps, not both.")
+        for name, length in (("epochs", self.epochs), ("steps", self.steps)):
+            if length is not None and not length > 0:
+                raise ConfigError(f"{name} must be positive, and is {length!r}.")
+        length = self.epochs if self.steps is None else self.steps
+        if sum(value is not None for value in (self.epsilon, self.noise, length)) < 2:
+            raise ConfigError(
+                "A budget needs two of three: epsilon, a noise multiplier, and a length (epochs or steps); the third "
+                "is then found."
+            )
+
+    def length(self, sampling: SamplingRule, records: int) -> int | None:
+        """The wanted number of steps, if the budget names one."""
+        if self.epochs is not None:
+            return max(1, round(self.epochs * sampling.steps_per_epoch(records)))
+        return self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will do, all of it public."""
+
+    mechanism: Mechanism
+    steps: int
+    units: int
+    """Compositions of the mechanism that the steps cost."""
+    limit: int | None
+    """Compositions that the budget allows; None when no epsilon was set."""
+    epsilon: float
+    delta: float
+    accountant: str
+
+
+def plan(
+    budget: Budget,
+    sampling: SamplingRule,
+    *,
+    records: int,
+    relation: Relation = "add_remove",
+    discrete: bool = False,
+) -> Plan:
+    """Formal guarantee: running `steps` steps of the plan costs at most `epsilon`, which is at most the budget's."""
+    sampling.check(records, relation)
+    steps = budget.length(sampling, records)
+
+    def mechanism(noise: float) -> Mechanism:
+        return sampling.mechanism(
+            records=records, noise_multiplier=noise, relation=relation, discrete=discrete
+        )
+
+    limit: int | None = None
+    if budget.noise is None:
+        assert steps is not None and budget.epsilon is not None
+        limit = sampling.units(steps, records)
+        chosen = mechanism(noise_for(mechanism(1.0), limit, budget.epsilon, budget.delta))
+    else:
+        chosen = mechanism(budget.noise)
+        if budget.epsilon is not None:
+            limit = count_for(chosen, budget.epsilon, budget.delta)
+            if limit == 0:
+                raise ConfigError(
+                    f"With noise {budget.noise:g} not a single step fits into epsilon {budget.epsilon:g} at delta "
+                    f"{budget.delta:g}. Raise the noise or the budget, or lower the batch size."
+                )
+            per_unit = sampling.steps_per_epoch(records) if sampling.units(2, records) == 1 else 1
+            steps = limit * per_unit if steps is None else min(steps, limit * per_unit)
+    assert steps is not None
+    units = sampling.units(steps, records)
+    guarantee = epsilon([(chosen, units)], budget.delta)
+    return Plan(
+        mechanism=chosen,
+        steps=steps,
+        units=units,
+        limit=limit,
+        epsilon=guarantee.epsilon,
+        delta=budget.delta,
+        accountant=guarantee.accountant,
+    )

@@ -1,0 +1,114 @@
+"""Checks on made-up records, before the first private one: does each record's loss stand on its own (rule 6)?
+
+What counts is what the user's own forward pass and loss do, not which layers there are. So the first step of a run
+begins with a few small batches of made-up records, which go through the user's loop like any other and of which
+nothing is kept: floating-point inputs are random, the rest (labels, tokens) comes from the first items of the data
+set, so that it is valid. Random state and buffers are put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .errors import Refused
+from .methods import Session
+
+_SLOTS = 4
+_NOT_CHECKED = "Pass check=False to Run only if you can prove what this check asks for."
+
+
+class Probe:
+    """The made-up batches of one run and what is concluded from their losses."""
+
+    def __init__(
+        self, model: nn.Module, session: Session, items: Sequence[Any], collate: Callable[[list[Any]], Any]
+    ) -> None:
+        self._model, self._session, self._items, self._collate = model, session, items, collate
+        self._losses: Tensor | None = None
+        self.records_seen = 0
+
+    def batches(self) -> Iterator[tuple[Any, int]]:
+        """Made-up batches; the caller hands the losses of each to `take` before asking for the next."""
+        buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+        with torch.random.fork_rng(devices=[]):
+            first = yield from self._ask([0, 1, 2], seed=1)
+            where = self._session.reaches_others(first, 0)
+            self._refuse_changed_buffers(buffers)
+            if where is not None:
+                raise Refused(
+                    f"The loss of one record has a gradient at another record, at layer {where}.{self._way_out()}"
+                )
+            random = yield from self._ask([0, 1, 2], seed=2)
+            swapped = yield from self._ask([0, 1, 3], seed=1)
+            fewer = yield from self._ask([0, 1], seed=1)
+        kept = [(swapped, "when another record is replaced")]
+        if _same(first, random):  # without dropout and the like, the size of the batch must not matter either
+            kept.append((fewer, "when another record is left out"))
+        for losses, when in kept:
+            if not _same(first[:2], losses[:2]):
+                raise Refused(f"The loss of a record changes {when}.{self._way_out()}")
+
+    def _ask(self, slots: list[int], seed: int) -> Iterator[tuple[Any, int]]:
+        torch.manual_seed(seed)
+        self._losses = None
+        yield self._made_up(slots), len(slots)
+        assert self._losses is not None
+        self.records_seen += len(slots)
+        if not bool(torch.isfinite(self._losses).all()):
+            raise Refused(
+                "The losses of made-up records (uniform numbers between 0 and 1) are not finite, so it cannot be "
+                f"checked that records do not depend on each other. {_NOT_CHECKED}"
+            )
+        return self._losses
+
+    def take(self, losses: Tensor) -> None:
+        self._losses = losses
+
+    def _made_up(self, slots: list[int]) -> Any:
+        batch = self._collate([self._items[slot % len(self._items)] for slot in slots])
+        leaves, structure = pytree.tree_flatten(batch)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(slots),):
+                rows = [
+                    torch.rand(leaf.shape[1:], generator=torch.Generator().manual_seed(_SLOTS * place + slot))
+                    for slot in slots
+                ]
+                leaves[place] = torch.stack(rows).to(leaf)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _refuse_changed_buffers(self, before: dict[str, Tensor]) -> None:
+        now = dict(self._model.named_buffers())
+        changed = [name for name, b in before.items() if not torch.equal(b, now[name])]
+        with torch.no_grad():
+            for name in changed:
+                now[name].copy_(before[name])
+        if changed:
+            raise Refused(
+                f"Buffer '{changed[0]}' changes during a forward pass in training mode, so it would carry statistics "
+                f"of private records into the released model.{self._way_out()}"
+            )
+
+    def _way_out(self) -> str:
+        names = [
+            f"'{name}' ({type(m).__name__})"
+            for name, m in self._model.named_modules()
+            if isinstance(m, nn.modules.batchnorm._NormBase) and m.training
+        ]
+        if names:
+            return (
+                f" The model has {names[0]} in training mode: turn it into GroupNorm with "
+                "privet.nn.batchnorm_to_groupnorm(model), or call .eval() on it to freeze public statistics."
+            )
+        return (
+            " Each loss must depend on its own record alone: no weights, centring, sorting or averaging over the "
+            f"batch. {_NOT_CHECKED}"
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a.detach().double(), b.detach().double(), rtol=1e-3, atol=1e-6)

@@ -1,0 +1,385 @@
+"""A private training run: a model, a data set, a method, a sampling rule and a budget, put together once."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from . import checkpoint
+from .accounting import Guarantee, Relation, Spent, epsilon
+from .errors import BudgetExceeded, ConfigError, Refused
+from .ledger import Entry, Ledger
+from .methods import Method, Setting
+from .noise import Level, Source
+from .planning import Budget, plan
+from .probe import Probe
+from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
+from .step import PostProcess, Rules, Step, noise_stds
+
+log = logging.getLogger("privet")
+
+_MEMORY_SHARE = 0.25
+"""The part of the free memory that a physical batch may be planned to fill."""
+_COPIES = 4
+"""What a forward pass keeps is met again as gradients and temporaries: this many times over, all in all."""
+
+
+class Run:
+    """Makes an ordinary training loop private.
+
+        run = privet.Run(model, dataset, method=privet.PerExample(clip=1.0), sampling=privet.Poisson(batch=256),
+                         budget=privet.Budget(epsilon=3, delta=1e-5, epochs=10), ledger="mnist.ledger")
+        for epoch in range(10):
+            for step in run.loader:
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y, reduction="none"))
+                optimizer.step()
+
+    Args:
+        model: stays what it is: same class, same `state_dict`. Hooks are removed by `close`.
+        dataset: map-style, one item per record.
+        relation: `add_remove` (default) or `replace_one`.
+        records: the public number of records; by default the length of the data set, which then counts as public.
+        ledger: the data set's account (a path or a `Ledger`); without one, only this process knows what was spent.
+        noise_level: `system` (default), `exact`, or `seeded` (with `seed`), which claims nothing.
+        physical_batch: how many records go through the model at once; by default what fits in memory.
+        loader_options: for torch's `DataLoader`: collate_fn, num_workers, pin_memory, …
+        post: post-processors of the noisy sum, in order.
+        check: whether the user's losses are tried on made-up records before the first step (`privet.probe`).
+
+    Formal guarantee: all that this run releases through `p.grad`, in all its steps together, is
+    (`epsilon`, δ)-differentially private for the stated relation, if the user trains on nothing else of the data,
+    looks at nothing else of it, and the source of randomness is unpredictable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any],
+        *,
+        method: Method,
+        sampling: SamplingRule,
+        budget: Budget,
+        relation: Relation = "add_remove",
+        unit: str = "record",
+        records: int | None = None,
+        ledger: Ledger | str | Path | None = None,
+        noise_level: Level = "system",
+        seed: int | None = None,
+        physical_batch: int | Literal["auto"] = "auto",
+        loader_options: Mapping[str, Any] | None = None,
+        post: Sequence[PostProcess] = (),
+        check: bool = True,
+        run_id: str | None = None,
+    ) -> None:
+        self.size = _length(dataset)
+        self.records, self.records_stated = records or self.size, records is not None
+        if physical_batch != "auto" and physical_batch < 1:
+            raise ConfigError(f"physical_batch must be at least 1 or 'auto', and is {physical_batch!r}.")
+        self.model, self.dataset, self.method, self.sampling = model, dataset, method, sampling
+        self.relation, self.unit, self.budget = relation, unit, budget
+        self.source = Source(noise_level, seed=seed)
+        self.plan = plan(
+            budget, sampling, records=self.records, relation=relation, discrete=noise_level == "exact"
+        )
+        self.id = run_id or uuid.uuid4().hex
+        self.steps_done = 0
+        self._pending: Step | None = None
+        self._repeats = False
+        self._epoch_key = sampling.epoch_key(self.source)
+        self._physical = None if physical_batch == "auto" else physical_batch
+        self._options = dict(loader_options or {})
+        self._rules = Rules(
+            batch=sampling.batch,
+            noise_multiplier=self.plan.mechanism.noise_multiplier,
+            basis=sampling.sensitivity_basis(relation),
+            allocation=method.allocation,
+            post=tuple(post),
+        )
+        self._ledger, self._own_ledger = _open(ledger)
+        self._entry = self._open_entry()
+        self.units_spent = self._recorded_units()
+        setting = Setting(
+            batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation
+        )
+        self.session = method.open(model, setting)
+        self._checking = check
+        self._probe = self._make_probe() if check and method.records_must_be_independent else None
+        self._optimizers = _OptimizerGuard(model)
+
+    @property
+    def loader(self) -> Loader:
+        """Iterate over it for one epoch of private steps."""
+        return Loader(self)
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self.plan.mechanism.noise_multiplier
+
+    @property
+    def finished(self) -> bool:
+        """Whether the planned steps are done or the budget allows no further one."""
+        return self.steps_done >= self.plan.steps or not self._affordable()
+
+    def guarantee(self, delta: float | None = None) -> Guarantee:
+        """What this run has spent so far."""
+        return epsilon(self._ledger.spent(run=self.id), self.plan.delta if delta is None else delta)
+
+    @property
+    def epsilon(self) -> float:
+        return self.guarantee().epsilon
+
+    def save(self, path: str | Path, **stateful: Any) -> None:
+        """Writes a checkpoint of the model, the run and everything given that has a `state_dict` (no pickle)."""
+        checkpoint.save(self, Path(path), stateful)
+
+    def load(self, path: str | Path, **stateful: Any) -> None:
+        """Continues from a checkpoint: with fresh noise, paying for steps that are done again."""
+        checkpoint.load(self, Path(path), stateful)
+
+    def _continue(self, run: str, steps_done: int, epoch_key: bytes | None, spent: Spent) -> None:
+        """Goes on as an earlier run. The ledger is the truth; where it knows less than the checkpoint, it is told."""
+        self.id = run
+        self.steps_done = steps_done
+        self._epoch_key = epoch_key or self.sampling.epoch_key(self.source)
+        known = dict(self._ledger.spent(run=run))
+        for mechanism, count in spent:
+            if (missing := count - known.get(mechanism, 0)) > 0:
+                entry = self._ledger.open_run(run, mechanism, unit=self.unit, note=self.method.name)
+                self._ledger.charge(entry, step=steps_done, units=missing)
+        self._entry = self._open_entry()
+        self.units_spent = self._recorded_units()
+        self._repeats = self._ledger.last_step(run) > steps_done
+
+    def _recorded_units(self) -> int:
+        return sum(count for _, count in self._ledger.spent(run=self.id))
+
+    def _open_entry(self) -> Entry:
+        limit = None if self.budget.epsilon is None else (self.budget.epsilon, self.budget.delta)
+        return self._ledger.open_run(
+            self.id,
+            self.plan.mechanism,
+            unit=self.unit,
+            budget=limit,
+            planned=self.plan.units,
+            note=self.method.name,
+        )
+
+    def close(self) -> None:
+        """Removes the hooks and closes the ledger; the model is as it was."""
+        self.session.close()
+        self._optimizers.close()
+        if self.finished:
+            self._ledger.finish_run(self.id)
+        if self._own_ledger:
+            self._ledger.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # One step after the other
+
+    def _epoch(self) -> Iterator[Step]:
+        """The steps from here to the end of the epoch, or of the plan."""
+        length = self.sampling.steps_per_epoch(self.records)
+        start = self.steps_done % length
+        count = min(length - start, max(0, self.plan.steps - self.steps_done))
+        samples = self.sampling.draw(
+            self.size, self.records, self.source, epoch_key=self._epoch_key, start=start, steps=count
+        )
+        drawn = self._load(samples)
+        for _ in range(count):
+            if not self._affordable():
+                log.warning("The budget is spent after %d steps: training ends here.", self.steps_done)
+                return
+            if self._pending is not None and not self._pending.released:
+                raise Refused(
+                    "The last step was left before its sample ended, so nothing was released. Let the inner loop "
+                    "`for batch in step:` run to its end."
+                )
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            chunks = (chunk for sample in islice(drawn, 1) for chunk in sample)
+            self._pending = Step(chunks, self.session, self.source, self._rules, self._record, self._probe)
+            yield self._pending
+
+    def _load(self, samples: Iterable[Sample]) -> Iterator[Iterator[tuple[Any, Chunk]]]:
+        """The chunks of each sample, through the user's own collate function and workers. Starts when first asked."""
+        self._end_probe()
+        sampler = ChunkSampler(samples, self._physical, cut=self.session.cut)
+        yield from steps(iter(DataLoader(self.dataset, batch_sampler=sampler, **self._options)), sampler)
+
+    def _end_probe(self) -> None:
+        """After made-up records went through the model it is known how much memory one of them takes."""
+        if self._probe is not None and self._physical is None:
+            per_record = self.session.bytes_per_record(self._probe.records_seen) * _COPIES
+            per_record += sum(p.numel() * p.element_size() for p in self.model.parameters())
+            free = psutil.virtual_memory().available * _MEMORY_SHARE
+            self._physical = max(1, int(free / per_record))
+            log.info("Physical batches of at most %d records (%d bytes each).", self._physical, per_record)
+        self._probe = None
+
+    def _affordable(self) -> bool:
+        return self.plan.limit is None or self.units_spent + self._units_due() <= self.plan.limit
+
+    def _units_due(self) -> int:
+        """Compositions that the next step costs: what the rule says, or one more where a step is done again."""
+        done = self.steps_done
+        due = self.sampling.units(done + 1, self.records) - self.sampling.units(done, self.records)
+        return max(due, 1) if self._repeats else due
+
+    def _record(self) -> None:
+        """Pays for the next step. Called after the sums are bounded and before their noise is drawn."""
+        if not self._affordable():
+            raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
+        due = self._units_due()
+        self._ledger.charge(self._entry, step=self.steps_done + 1, units=due)
+        self.units_spent += due
+        self.steps_done += 1
+        self._repeats = False
+        if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
+            self._epoch_key = self.sampling.epoch_key(self.source)
+
+    def _make_probe(self) -> Probe:
+        items = [self.dataset[i] for i in range(min(4, self.size))]
+        return Probe(self.model, self.session, items, self._options.get("collate_fn") or default_collate)
+
+    def statement(self) -> dict[str, Any]:
+        """The privacy statement: what is protected, how, at what cost, and what is not covered. Public facts only."""
+        spent = self.guarantee()
+        return {
+            "unit": self.unit,
+            "relation": self.relation,
+            "epsilon": spent.epsilon,
+            "delta": spent.delta,
+            "accountant": spent.accountant,
+            "proven": self.source.level != "seeded",
+            "tight": spent.tight,
+            "method": {"name": self.method.name, **asdict_public(self.method)},
+            "sampling": {"rule": type(self.sampling).__name__, **asdict(self.sampling)},
+            "records": self.records,
+            "records_are_public": "stated by the user" if self.records_stated else "taken from the data",
+            "groups": self._groups(),
+            "noise_multiplier": self.noise_multiplier,
+            "noise_level": self.source.level,
+            "steps": self.steps_done,
+            "compositions": self.units_spent,
+            "mechanism": self.plan.mechanism.to_json(),
+            "planned": {"steps": self.plan.steps, "epsilon": self.plan.epsilon},
+            "ledger": None if self._ledger.in_memory else self._ledger.path.name,
+            "independence_checked": self._checking,
+            "not_covered": _not_covered(self),
+        }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        queries = self.session.finish()
+        stds = noise_stds(queries, self._rules, self.source)
+        return [
+            {
+                "group": q.name,
+                "parameters": q.total.numel(),
+                "sensitivity": q.sensitivity.under(self.relation),
+                "noise_std": std,
+            }
+            for q, std in zip(queries, stds, strict=True)
+        ]
+
+
+class Loader:
+    """One epoch of private steps each time it is iterated over; ends early when the plan or the budget ends."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._run._epoch()
+
+    def __len__(self) -> int:
+        return self._run.sampling.steps_per_epoch(self._run.records)
+
+
+class _OptimizerGuard:
+    """Refuses an optimizer that holds protected parameters together with others that have raw gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._protected = {id(p) for p in model.parameters()}
+        self._handle = register_optimizer_step_pre_hook(self._look)
+
+    def _look(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [p for p in held if id(p) not in self._protected]
+        if len(foreign) == len(held):
+            return
+        for p in foreign:
+            if p.grad is not None:
+                raise Refused(
+                    f"The optimizer also holds a parameter of shape {tuple(p.shape)} that is not part of the private "
+                    "model and has a gradient of its own, without clipping and noise. Train it in the same Run (put "
+                    "it into the model), freeze it, or give it an optimizer of its own if it meets public data only."
+                )
+
+    def close(self) -> None:
+        self._handle.remove()
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(
+            "The data set has no length. Private sampling needs a map-style data set."
+        ) from None
+    if size == 0:
+        raise ConfigError("The data set is empty: there is nothing to train on.")
+    return size
+
+
+def _open(ledger: Ledger | str | Path | None) -> tuple[Ledger, bool]:
+    if isinstance(ledger, Ledger):
+        return ledger, False
+    return Ledger(":memory:" if ledger is None else ledger), True
+
+
+def asdict_public(method: Method) -> dict[str, Any]:
+    return {f.name: getattr(method, f.name) for f in fields(method)}  # type: ignore[arg-type]
+
+
+def _not_covered(run: Run) -> list[str]:
+    """What the number does not speak of, in sentences."""
+    gaps = [
+        "Hyper-parameters chosen by looking at other private runs on this data: each of those runs costs too (the "
+        "ledger adds them up).",
+        "Anything else that was computed from the private records: metrics on them, early stopping by them, statistics "
+        "used to prepare the inputs.",
+        "Side channels: time, memory, and access to the machine while it trains.",
+        "Rounding in the floating-point sum before noise is added.",
+    ]
+    if not run.records_stated:
+        gaps.append("The number of records: it was taken from the data and counts as public.")
+    if run.source.level == "system":
+        gaps.append(
+            "Precision of floating-point noise: mitigated by rounding to a grid, not proven away (noise level 'exact')."
+        )
+    if run.source.level == "seeded":
+        gaps.append(
+            "Everything: the noise is reproducible from a seed, so whoever knows the seed can subtract it."
+        )
+    if not run._checking:
+        gaps.append(
+            "That records do not depend on each other: the check on made-up records was switched off."
+        )
+    return gaps
