@@ -80,13 +80,9 @@ class Mechanism:
         _require(self.kind in ("gaussian", "poisson", "fixed_size"), f"kind={self.kind!r} is unknown.")
         _require(self.relation in ("add_remove", "replace_one"), f"relation={self.relation!r} is unknown.")
         _require(isinstance(self.discrete, bool), f"discrete={self.discrete!r} must be true or false.")
-        _require(
-            self.noise_multiplier >= 0, f"noise_multiplier={self.noise_multiplier} must be zero or positive."
-        )
+        _require(self.noise_multiplier >= 0, f"noise_multiplier={self.noise_multiplier} must be zero or positive.")
         _require(0 <= self.rate <= 1, f"rate={self.rate} must be a probability between 0 and 1.")
-        _require(
-            self.kind == "poisson" or self.rate == 1, f"rate={self.rate} belongs to kind 'poisson' only."
-        )
+        _require(self.kind == "poisson" or self.rate == 1, f"rate={self.rate} belongs to kind 'poisson' only.")
         sized = self.kind == "fixed_size"
         if not sized:
             _require(
@@ -227,26 +223,29 @@ def noise_for(mechanism: Mechanism, count: int, epsilon: float, delta: float, *,
     _require(count >= 1, f"count={count}: noise is chosen for at least one unit.")
     if mechanism.kind == "poisson" and mechanism.rate == 0:
         return 0.0
-    spent_before = _curve(before, delta=delta).epsilon(delta)
-    left = epsilon - spent_before
-    if left <= 0:
+    paid = _curve(before, delta=delta).epsilon(delta)
+    if paid >= epsilon:
         raise BudgetExceeded(
-            f"epsilon={epsilon} at delta={delta} is spent already (epsilon {spent_before:.4g}): no noise can meet it."
+            f"epsilon={epsilon} at delta={delta} is spent already (epsilon {paid:.4g}): no noise can meet it."
         )
 
-    def excess(strength: float, coarse: int) -> float:
-        unit = dataclasses.replace(mechanism, noise_multiplier=1 / strength)
-        return _curve([*before, (unit, count)], delta=delta, coarse=coarse).epsilon(delta) - spent_before
-
     def search(start: float, coarse: int, slack: float) -> float:
+        base = _curve(before, delta=delta, coarse=coarse).epsilon(delta) if coarse > 1 else paid
+        left = epsilon - base
+
+        def excess(strength: float) -> float:
+            unit = dataclasses.replace(mechanism, noise_multiplier=1 / strength)
+            return _curve([*before, (unit, count)], delta=delta, coarse=coarse).epsilon(delta) - base
+
         def done(low: float, used: float, high: float) -> bool:
             return used >= (1 - slack) * left or high < low * (1 + 1e-7)
 
-        return _largest(lambda x: excess(x, coarse), start, left, done, aim=1 - slack / 2, power=1.0)
+        return _largest(excess, start, left, done, aim=1 - slack / 2, power=1.0) if left > 0 else start
 
-    mu = _Gdp.mu_for(left, delta) / math.sqrt(count)
-    start = math.sqrt(math.log1p((mu / _rate(mechanism)) ** 2)) if _rate(mechanism) < 1 else mu
-    strength = search(search(start, coarse=4, slack=0.003), coarse=1, slack=0.0045)
+    mu = _Gdp.mu_for(epsilon - paid, delta) / math.sqrt(count)
+    rate = _rate(mechanism)
+    start = math.sqrt(math.log1p((mu / rate) ** 2)) if rate < 1 else mu
+    strength = search(search(start, coarse=4, slack=0.003) or start, coarse=1, slack=0.0045)
     if strength == 0:
         raise BudgetExceeded(
             f"epsilon={epsilon} at delta={delta} is more than any noise can keep to: raise epsilon or delta."
@@ -422,9 +421,7 @@ def _normal(spent: Spent) -> tuple[Units, Relation]:
     relation: Relation = "replace_one" if "replace_one" in relations else "add_remove"
     merged: dict[Mechanism, int] = {}
     for m, count in spent:
-        _require(
-            count >= 0 and int(count) == count, f"count={count} of {m} must be a whole number, zero or more."
-        )
+        _require(count >= 0 and int(count) == count, f"count={count} of {m} must be a whole number, zero or more.")
         if count == 0 or _is_free(m):
             continue
         sigma, everyone = m.noise_multiplier, _rate(m) == 1
@@ -509,9 +506,13 @@ def _pld(units: Units, relation: Relation, coarse: int) -> _Pld:
         total = total.compose(pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=h))
     for m, count in units:
         if m.kind == "poisson":
-            step = _step_pld(m.noise_multiplier, m.rate, relation == "replace_one", h)
-            total = total.compose(_self_compose(step, count))
+            total = total.compose(_poisson_pld(m.noise_multiplier, m.rate, relation == "replace_one", h, count))
     return _Pld(total, _pld_margin(units))
+
+
+@lru_cache(maxsize=4)
+def _poisson_pld(sigma: float, rate: float, replace: bool, h: float, count: int) -> Any:
+    return _self_compose(_step_pld(sigma, rate, replace, h), count)
 
 
 def _self_compose(pld: Any, count: int) -> Any:

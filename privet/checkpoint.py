@@ -66,9 +66,7 @@ def load(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
     """Formal guarantee: what was spent never goes down, and noise is drawn afresh; steps done again are paid again."""
     content = read(path)
     if missing := set(stateful) - set(content["stateful"]):
-        raise CheckpointError(
-            f"{path} holds no state for {sorted(missing)}; it has {sorted(content['stateful'])}."
-        )
+        raise CheckpointError(f"{path} holds no state for {sorted(missing)}; it has {sorted(content['stateful'])}.")
     try:
         run.model.load_state_dict(content["model"])
         for name, thing in stateful.items():

@@ -177,9 +177,7 @@ class Ledger:
             (self.dataset,) = self._connection().execute("SELECT label FROM dataset").fetchone()
         if dataset not in (None, self.dataset):
             self.close()
-            self._fail(
-                f"belongs to the data set {self.dataset!r}, not to {dataset!r}. Name that one's ledger"
-            )
+            self._fail(f"belongs to the data set {self.dataset!r}, not to {dataset!r}. Name that one's ledger")
         _ledgers.add(self)
 
     # What a run does
@@ -205,14 +203,10 @@ class Ledger:
         with self._transaction() as db:
             known = db.execute("SELECT unit FROM runs WHERE run = ?", (run,)).fetchone()
             if known not in (None, (unit,)):
-                self._fail(
-                    f"has run {run} with unit {known[0]!r}, not {unit!r}. Start a new run for that unit"
-                )
+                self._fail(f"has run {run} with unit {known[0]!r}, not {unit!r}. Start a new run for that unit")
             db.execute(_OPEN_RUN, (run, unit, epsilon, delta, planned, note, _now()))
             db.execute("INSERT OR IGNORE INTO entries (run, mechanism) VALUES (?, ?)", (run, key))
-            (entry,) = db.execute(
-                "SELECT id FROM entries WHERE run = ? AND mechanism = ?", (run, key)
-            ).fetchone()
+            (entry,) = db.execute("SELECT id FROM entries WHERE run = ? AND mechanism = ?", (run, key)).fetchone()
         return Entry(id=entry, run=run, mechanism=mechanism, key=key)
 
     def charge(self, entry: Entry, *, step: int, units: int = 1) -> None:
@@ -519,6 +513,4 @@ def _after_fork_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-    )
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -67,9 +67,7 @@ class Source:
         self._noise = torch.empty(2 * _PAIRS, dtype=torch.float64, device="cpu")
 
     def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "A Source cannot be copied or pickled: it would give the same noise twice. Make a new one."
-        )
+        raise ConfigError("A Source cannot be copied or pickled: it would give the same noise twice. Make a new one.")
 
     def _rekey(self, key: bytes) -> None:
         # The counter may start at zero, as no key is ever used for two streams; with 128 bits it never wraps.
@@ -171,9 +169,7 @@ class Source:
           caller must know the sensitivity, with the rounding of its summation.
         """
         if not (std == 0 or 1e-200 <= std <= 1e200):
-            raise ConfigError(
-                f"std is {std}: it must be 0 or a positive finite number between 1e-200 and 1e200."
-            )
+            raise ConfigError(f"std is {std}: it must be 0 or a positive finite number between 1e-200 and 1e200.")
         if total.dim() != 1 or total.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
                 f"total is {total.dtype} of shape {tuple(total.shape)}: give a flat float32 or float64 one."
@@ -181,9 +177,7 @@ class Source:
         total = total.detach()
         # Noise hides nothing in an infinite sum, so fail closed. (A sum is the cheapest test of all entries.)
         if not math.isfinite(total.sum().item()):
-            raise PrivetError(
-                "The sum to be noised is not finite: the bound must drop non-finite records first."
-            )
+            raise PrivetError("The sum to be noised is not finite: the bound must drop non-finite records first.")
         if out is None:
             out = torch.empty_like(total, dtype=torch.float64)
         if std == 0:
@@ -294,9 +288,7 @@ def effective_multiplier(sensitivities: Sequence[float], stds: Sequence[float]) 
     return 1 / norm if norm else math.inf
 
 
-def allocate(
-    sensitivities: Sequence[float], sizes: Sequence[int], multiplier: float, rule: Allocation
-) -> list[float]:
+def allocate(sensitivities: Sequence[float], sizes: Sequence[int], multiplier: float, rule: Allocation) -> list[float]:
     """The noise deviation s_g of each group, such that all groups together have the noise multiplier wanted.
 
     - `isotropic`: one deviation for all.

@@ -25,9 +25,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < 1:
-            raise ConfigError(
-                f"delta must lie between 0 and 1 (a common choice is 1/records), and is {self.delta!r}."
-            )
+            raise ConfigError(f"delta must lie between 0 and 1 (a common choice is 1/records), and is {self.delta!r}.")
         if self.epsilon is not None and not self.epsilon > 0:
             raise ConfigError(f"epsilon must be positive, and is {self.epsilon!r}.")
         if self.noise is not None and not self.noise >= 0:
@@ -79,9 +77,7 @@ def plan(
     steps = budget.length(sampling, records)
 
     def mechanism(noise: float) -> Mechanism:
-        return sampling.mechanism(
-            records=records, noise_multiplier=noise, relation=relation, discrete=discrete
-        )
+        return sampling.mechanism(records=records, noise_multiplier=noise, relation=relation, discrete=discrete)
 
     limit: int | None = None
     if budget.noise is None:

@@ -90,9 +90,7 @@ class Run:
         self.model, self.dataset, self.method, self.sampling = model, dataset, method, sampling
         self.relation, self.unit, self.budget = relation, unit, budget
         self.source = Source(noise_level, seed=seed)
-        self.plan = plan(
-            budget, sampling, records=self.records, relation=relation, discrete=noise_level == "exact"
-        )
+        self.plan = plan(budget, sampling, records=self.records, relation=relation, discrete=noise_level == "exact")
         self.id = run_id or uuid.uuid4().hex
         self.steps_done = 0
         self._pending: Step | None = None
@@ -110,9 +108,7 @@ class Run:
         self._ledger, self._own_ledger = _open(ledger)
         self._entry = self._open_entry()
         self.units_spent = self._recorded_units()
-        setting = Setting(
-            batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation
-        )
+        setting = Setting(batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation)
         self.session = method.open(model, setting)
         self._checking = check
         self._probe = self._make_probe() if check and method.records_must_be_independent else None
@@ -340,9 +336,7 @@ def _length(dataset: Dataset[Any]) -> int:
     try:
         size = len(dataset)  # type: ignore[arg-type]
     except TypeError:
-        raise ConfigError(
-            "The data set has no length. Private sampling needs a map-style data set."
-        ) from None
+        raise ConfigError("The data set has no length. Private sampling needs a map-style data set.") from None
     if size == 0:
         raise ConfigError("The data set is empty: there is nothing to train on.")
     return size
@@ -375,11 +369,7 @@ def _not_covered(run: Run) -> list[str]:
             "Precision of floating-point noise: mitigated by rounding to a grid, not proven away (noise level 'exact')."
         )
     if run.source.level == "seeded":
-        gaps.append(
-            "Everything: the noise is reproducible from a seed, so whoever knows the seed can subtract it."
-        )
+        gaps.append("Everything: the noise is reproducible from a seed, so whoever knows the seed can subtract it.")
     if not run._checking:
-        gaps.append(
-            "That records do not depend on each other: the check on made-up records was switched off."
-        )
+        gaps.append("That records do not depend on each other: the check on made-up records was switched off.")
     return gaps

@@ -44,9 +44,7 @@ class SamplingRule(ABC):
         if relation not in ("add_remove", "replace_one"):
             raise ConfigError(f"relation is {relation!r}: choose 'add_remove' or 'replace_one'.")
         if self.batch > records:
-            raise ConfigError(
-                f"batch is {self.batch}, more than the {records} records: choose at most {records}."
-            )
+            raise ConfigError(f"batch is {self.batch}, more than the {records} records: choose at most {records}.")
 
     def steps_per_epoch(self, records: int) -> int:
         """How many steps are called an epoch: records / batch, rounded."""
@@ -68,7 +66,7 @@ class SamplingRule(ABC):
 
         self.check(records, relation)
         return Mechanism(
-            noise_multiplier=float(noise_multiplier),
+            noise_multiplier=noise_multiplier,
             relation=relation,
             discrete=discrete,
             **self._cost(records),
@@ -98,9 +96,7 @@ class SamplingRule(ABC):
         """
         if steps is None:
             steps = self.steps_per_epoch(records) - start
-        return self._samples(
-            size=size, records=records, source=source, epoch_key=epoch_key, start=start, steps=steps
-        )
+        return self._samples(size=size, records=records, source=source, epoch_key=epoch_key, start=start, steps=steps)
 
     @abstractmethod
     def _samples(
@@ -278,9 +274,7 @@ def steps(batches: Iterator[Any], sampler: ChunkSampler) -> Iterator[Iterator[tu
         for chunk in step:
             batch = fetch()
             if batch is _END:
-                raise PrivetError(
-                    "The loader ended within a step: it must yield every chunk of its batch sampler."
-                )
+                raise PrivetError("The loader ended within a step: it must yield every chunk of its batch sampler.")
             yield batch, chunk
 
     while True:

@@ -120,9 +120,7 @@ class Step:
         if not self._rules.post:
             return
         parts = {q.name: q.group.split(noisy[q.name]) for q in queries if q.group is not None}
-        of_parameter = {
-            n: s for q, s in zip(queries, stds, strict=True) if q.group for n in q.group.parameters
-        }
+        of_parameter = {n: s for q, s in zip(queries, stds, strict=True) if q.group for n in q.group.parameters}
         gradients = {name: part for group in parts.values() for name, part in group.items()}
         release = Release(dict(gradients), of_parameter, self._rules.batch)
         for process in self._rules.post:
@@ -176,12 +174,8 @@ def check_losses(losses: Tensor, records: int) -> None:
             "records, so that none can be bounded: use reduction='none' and average over everything but the records."
         )
     if losses.shape[0] != records:
-        raise Refused(
-            f"There are {records} records in this chunk and {losses.shape[0]} losses: hand in one for each."
-        )
+        raise Refused(f"There are {records} records in this chunk and {losses.shape[0]} losses: hand in one for each.")
     if not losses.requires_grad:
-        raise Refused(
-            "The losses do not depend on any trainable parameter: were they computed under no_grad?"
-        )
+        raise Refused("The losses do not depend on any trainable parameter: were they computed under no_grad?")
     if not losses.is_floating_point():
         raise Refused(f"The losses must be floating-point numbers, and are {losses.dtype}.")

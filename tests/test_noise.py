@@ -131,7 +131,7 @@ def test_certain_coins_are_certain() -> None:
 
 
 def test_integers_are_uniform_and_unbiased() -> None:
-    # With the largest bound and no rejection, a third of the range would come half again as often.
+    # With the largest bound and no rejection, two thirds of the range would come half again as often.
     assert not make().integers(100, 1).any()
     for bound in (2, 7, 64, 3 << 61):
         drawn = make().integers(60_000, bound)
@@ -238,6 +238,7 @@ def test_the_result_lies_on_a_coarse_grid_of_powers_of_two(level: Level, std: fl
     total = torch.from_numpy(make(seed=5).uniforms(5000)) * std
     cells = make(level).add_noise(total, std) / grid
     assert torch.equal(cells, cells.round())
+    assert (cells % 2 == 1).any()  # and on no coarser one
 
 
 @pytest.mark.parametrize("std", [0.3, 1.0, 7.7])

@@ -77,8 +77,7 @@ def mnist(data_dir: Path | None) -> Data:
         "mnist",
         _folders(data_dir, "mnist", "MNIST/raw"),
         labels=_DIGITS,
-        source="They are the IDX files of yann.lecun.com/exdb/mnist, also at "
-        "ossci-datasets.s3.amazonaws.com/mnist.",
+        source="They are the IDX files of yann.lecun.com/exdb/mnist, also at ossci-datasets.s3.amazonaws.com/mnist.",
     )
 
 
@@ -99,8 +98,7 @@ def cifar10(data_dir: Path | None) -> Data:
         "cifar10",
         _folders(data_dir, "cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin"),
         _CIFAR_FILES,
-        source="They are in cifar-10-binary.tar.gz, the "
-        " binary version at www.cs.toronto.edu/~kriz/cifar.html.",
+        source="They are in cifar-10-binary.tar.gz, the  binary version at www.cs.toronto.edu/~kriz/cifar.html.",
     )
     *train, test = map(_cifar_records, paths)
     return Data(

@@ -55,8 +55,7 @@ def load_table(
     if target is None or target not in table.columns:
         wrong = "No target column was named" if target is None else f"There is no column {target!r}"
         raise ConfigError(
-            f"{wrong} in {path}: name the column to predict with target (--target), one of "
-            f"{', '.join(table.columns)}."
+            f"{wrong} in {path}: name the column to predict with target (--target), one of {', '.join(table.columns)}."
         )
     features = {name: cells for name, cells in table.columns.items() if name != target}
     if not features:
@@ -65,13 +64,9 @@ def load_table(
         raise ConfigError(f"{path} has a header and no rows.")
     y, labels = _classes(path, target, table)
     bounds = dict(bounds or {})
-    x = np.concatenate(
-        [_encoded(name, cells, bounds.pop(name, None)) for name, cells in features.items()], axis=1
-    )
+    x = np.concatenate([_encoded(name, cells, bounds.pop(name, None)) for name, cells in features.items()], axis=1)
     if bounds:
-        raise ConfigError(
-            f"bounds names {', '.join(map(repr, bounds))}, not a column of {path} to learn from."
-        )
+        raise ConfigError(f"bounds names {', '.join(map(repr, bounds))}, not a column of {path} to learn from.")
     train, test = split(torch.from_numpy(x), torch.from_numpy(y), fraction=test_fraction, key=f"{seed} test")
     return Data(
         name=path.name,
@@ -143,9 +138,7 @@ def _code(name: str, cell: str) -> NDArray[np.float32]:
 def _numbers(cells: list[str]) -> Floats | None:
     """The cells as numbers, NaN where missing; None if any is neither."""
     try:
-        return np.array(
-            [np.nan if cell.lower() in _MISSING else float(cell) for cell in cells], dtype=np.float64
-        )
+        return np.array([np.nan if cell.lower() in _MISSING else float(cell) for cell in cells], dtype=np.float64)
     except ValueError:
         return None
 
@@ -156,12 +149,8 @@ def _read_csv(path: Path) -> _Table:
     places: list[str] = []
     line = 0
     try:
-        with (gzip.open if name.endswith(".gz") else open)(
-            path, "rt", encoding="utf-8-sig", newline=""
-        ) as file:
-            reader = csv.reader(
-                file, delimiter="\t" if ".tsv" in name else ",", skipinitialspace=True, strict=True
-            )
+        with (gzip.open if name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter="\t" if ".tsv" in name else ",", skipinitialspace=True, strict=True)
             for row in reader:
                 line = reader.line_num
                 if row:  # a blank line is no row
@@ -177,9 +166,7 @@ def _read_csv(path: Path) -> _Table:
     del places[0]
     for row, place in zip(rows, places, strict=True):
         if len(row) != len(header):
-            raise ConfigError(
-                f"{path}, {place}: {len(row)} cells, but the header names {len(header)} columns."
-            )
+            raise ConfigError(f"{path}, {place}: {len(row)} cells, but the header names {len(header)} columns.")
     return _Table(columns={name: [row[i] for row in rows] for i, name in enumerate(header)}, places=places)
 
 

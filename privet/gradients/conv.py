@@ -49,9 +49,7 @@ def conv(layer: Conv, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
 
 def _ghost_is_cheaper(layer: Conv, z: Tensor, delta: Tensor) -> bool:
     positions_in, positions_out = math.prod(z.shape[2:]), math.prod(delta.shape[2:])
-    ghost = positions_in**2 * layer.in_channels + positions_out**2 * (
-        layer.out_channels + len(_offsets(layer))
-    )
+    ghost = positions_in**2 * layer.in_channels + positions_out**2 * (layer.out_channels + len(_offsets(layer)))
     return 2 * ghost < positions_out * layer.weight.numel()
 
 

@@ -80,9 +80,7 @@ def fallback(
     records = list(inputs)
     try:
         found = vmap(one)(records, used)
-    except (
-        RuntimeError
-    ):  # an operation without a batching rule (recurrent layers): slower, and the same numbers
+    except RuntimeError:  # an operation without a batching rule (recurrent layers): slower, and the same numbers
         singles = [one([x[i] for x in records], [d[i] for d in used]) for i in range(len(used[0]))]
         found = {name: torch.stack([single[name] for single in singles]) for name in parameters}
     return {name: Dense.of(gradient) for name, gradient in found.items()}

@@ -62,9 +62,7 @@ class PerRecord(ABC):
 class Dense(PerRecord):
     """Gradients in full. `rows` is (records, size); `shaped` turns (…, size) into (…, *parameter's shape)."""
 
-    def __init__(
-        self, rows: Tensor, shaped: Callable[[Tensor], Tensor], squared_norms: Tensor | None = None
-    ) -> None:
+    def __init__(self, rows: Tensor, shaped: Callable[[Tensor], Tensor], squared_norms: Tensor | None = None) -> None:
         self.rows = rows
         self.shaped = shaped
         self.squared_norms = row_squares(rows) if squared_norms is None else squared_norms
@@ -72,9 +70,7 @@ class Dense(PerRecord):
     @classmethod
     def of(cls, gradients: Tensor) -> Dense:
         shape = gradients.shape[1:]
-        return cls(
-            gradients.reshape(gradients.shape[0], -1), lambda rows: rows.reshape(*rows.shape[:-1], *shape)
-        )
+        return cls(gradients.reshape(gradients.shape[0], -1), lambda rows: rows.reshape(*rows.shape[:-1], *shape))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.shaped(weights.to(self.rows.dtype) @ self.rows)

@@ -96,9 +96,7 @@ class _Tap(torch.autograd.Function):
         inputs = ctx.saved_tensors
         if any(g is not None for g in gradients):
             ctx.use.recorder._arrive(ctx.use, inputs, gradients)
-        passed = [
-            g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)
-        ]
+        passed = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)]
         return (None, None, *passed, *[None] * len(inputs))
 
 
@@ -212,8 +210,7 @@ class Recorder:
         unit = use.unit
         inputs = [x.movedim(axis, 0) for x, axis in zip(inputs, record_axes(unit.layer), strict=False)]
         deltas = [
-            d if d is None else d.movedim(axis, 0)
-            for d, axis in zip(deltas, record_axes(unit.layer), strict=False)
+            d if d is None else d.movedim(axis, 0) for d, axis in zip(deltas, record_axes(unit.layer), strict=False)
         ]
         for tensor in (*inputs, *deltas):
             if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != self._records):

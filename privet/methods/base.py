@@ -100,9 +100,7 @@ class ParameterGroup:
         for name, p in self.parameters.items():
             part = flat[start : start + p.numel()]
             dense = p.is_contiguous() or p.is_contiguous(memory_format=_channels_last(p))
-            parts[name] = (
-                part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense else part.view(p.shape)
-            )
+            parts[name] = part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense else part.view(p.shape)
             start += p.numel()
         return parts
 

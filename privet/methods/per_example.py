@@ -71,9 +71,7 @@ class PerExample(Method):
         if not 0 < self.quantile < 1:
             raise ConfigError(f"quantile must lie between 0 and 1, and is {self.quantile!r}.")
         if self.adaptive and self.clip_function == "automatic":
-            raise ConfigError(
-                "The automatic clip function has no threshold to adapt: drop one of the two options."
-            )
+            raise ConfigError("The automatic clip function has no threshold to adapt: drop one of the two options.")
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
         return _PerExampleSession(self, model, setting)
@@ -103,9 +101,7 @@ def group_parameters(
     for name, p in parameters.items():
         home = next((g for g, wanted in patterns.items() if any(fnmatchcase(name, w) for w in wanted)), None)
         if home is None:
-            raise ConfigError(
-                f"No group has a pattern that matches parameter '{name}'. Add one, for example '*'."
-            )
+            raise ConfigError(f"No group has a pattern that matches parameter '{name}'. Add one, for example '*'.")
         members[home][name] = p
     return [ParameterGroup(group, found) for group, found in members.items() if found]
 
@@ -157,13 +153,10 @@ class _PerExampleSession(Session):
 
     def finish(self) -> list[Query]:
         queries = [
-            Query(g.name, g.total, Sensitivity.of_contribution(self.clips[g.name]), group=g)
-            for g in self.groups
+            Query(g.name, g.total, Sensitivity.of_contribution(self.clips[g.name]), group=g) for g in self.groups
         ]
         if self.method.adaptive:
-            half = Sensitivity.of_contribution(
-                0.5
-            )  # a record adds +1/2 or −1/2: below the threshold, or above
+            half = Sensitivity.of_contribution(0.5)  # a record adds +1/2 or −1/2: below the threshold, or above
             queries += [
                 Query(f"below C of {g.name}", self._below[g.name].view(1), half, std=self._quantile_std())
                 for g in self.groups
@@ -179,9 +172,7 @@ class _PerExampleSession(Session):
             value = noisy.get(f"below C of {group.name}")
             if value is not None:
                 share = min(1.0, max(0.0, float(value) / self.setting.batch + 0.5))
-                self.clips[group.name] *= math.exp(
-                    -self.method.adaptive_rate * (share - self.method.quantile)
-                )
+                self.clips[group.name] *= math.exp(-self.method.adaptive_rate * (share - self.method.quantile))
 
     def reaches_others(self, losses: Tensor, record: int) -> str | None:
         return self.recorder.reaches_others(losses, record)

@@ -43,9 +43,7 @@ def build(
         with _seeded(seed):
             model = factory(**arguments)
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"Model {name!r} returned a {type(model).__name__}; it must return a torch.nn.Module."
-        )
+        raise ConfigError(f"Model {name!r} returned a {type(model).__name__}; it must return a torch.nn.Module.")
     return model
 
 
@@ -53,9 +51,7 @@ def _imported(name: str) -> Factory:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (
-        Exception
-    ) as error:  # a user's module can fail in any way; which way is in the message and the cause
+    except Exception as error:  # a user's module can fail in any way; which way is in the message and the cause
         raise ConfigError(
             f"Model {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
             f"It is looked for in {Path.cwd()} and on the Python path."
@@ -65,25 +61,19 @@ def _imported(name: str) -> Factory:
     except AttributeError as error:
         raise ConfigError(f"Model {name!r}: module {module_name!r} has no {attribute!r}.") from error
     if not callable(factory):
-        raise ConfigError(
-            f"Model {name!r} is a {type(factory).__name__}; name a class or function that makes a model."
-        )
+        raise ConfigError(f"Model {name!r} is a {type(factory).__name__}; name a class or function that makes a model.")
     return factory  # type: ignore[no-any-return]
 
 
 def _arguments(name: str, factory: Factory, *, options: dict[str, Any], **offered: Any) -> dict[str, Any]:
     """What to call the factory with: the offered arguments that it names, and all the options."""
     signature = inspect.signature(factory)
-    by_name = {
-        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    by_name = {p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     arguments = {key: value for key, value in offered.items() if key in by_name} | options
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(
-            f"Model {name!r} cannot be made with the options {sorted(options)}: {error}."
-        ) from error
+        raise ConfigError(f"Model {name!r} cannot be made with the options {sorted(options)}: {error}.") from error
     return arguments
 
 
@@ -103,9 +93,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed would also reseed the GPUs, which fork_rng left
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs, which fork_rng left
         yield
 
 
@@ -194,9 +182,7 @@ class _EncoderLayer(nn.Module):
     def __init__(self, width: int, heads: int, feedforward: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(
-            width, 3 * width
-        )  # one matrix product, and one per-record gradient, in place of three
+        self.qkv = nn.Linear(width, 3 * width)  # one matrix product, and one per-record gradient, in place of three
         self.out = nn.Linear(width, width)
         self.norm1 = nn.LayerNorm(width)
         self.up = nn.Linear(width, feedforward)
@@ -212,9 +198,7 @@ class _EncoderLayer(nn.Module):
 
 
 class _Transformer(nn.Module):
-    def __init__(
-        self, *, classes: int, vocabulary: int, width: int, heads: int, feedforward: int, layers: int
-    ) -> None:
+    def __init__(self, *, classes: int, vocabulary: int, width: int, heads: int, feedforward: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.layers = nn.Sequential(*(_EncoderLayer(width, heads, feedforward) for _ in range(layers)))
@@ -243,9 +227,7 @@ def transformer(
     There are no positions: a sequence is a bag of tokens that attend to each other, and any length fits.
     """
     if len(input_shape) != 1:
-        raise ConfigError(
-            f"Model 'transformer' takes sequences of tokens, input_shape=(length,), not {input_shape}."
-        )
+        raise ConfigError(f"Model 'transformer' takes sequences of tokens, input_shape=(length,), not {input_shape}.")
     if width % heads:
         raise ConfigError(f"width={width} must be a multiple of heads={heads}.")
     return _Transformer(
@@ -272,9 +254,7 @@ def _output_width(name: str, features: nn.Module, input_shape: tuple[int, ...]) 
         with torch.no_grad():
             return int(features(torch.zeros(1, *input_shape)).shape[1])
     except RuntimeError as error:
-        raise ConfigError(
-            f"Images of {input_shape} are too small for {name!r}; the mlp takes any size."
-        ) from error
+        raise ConfigError(f"Images of {input_shape} are too small for {name!r}; the mlp takes any size.") from error
 
 
 MODELS: dict[str, Factory] = {
