@@ -145,7 +145,7 @@ class Ledger:
         whatever happens to this process or to the power. So if each release waits for its own charge, then
         spent >= released at any moment, and a crash leaves at most one charge that nothing was released for.
         Totals are exact under any number of processes and threads. Units never decrease. With a budget set,
-        no charge is accepted after which epsilon(all that is spent, delta) would be above the budget's.
+        a charge is accepted only if all that is spent with it is proven to be (epsilon, delta)-private.
 
     One object may be used by several threads, and by a forked child (unless it is in memory). Runs with
     different units of privacy compose to a statement about the smallest unit, the record.
@@ -214,6 +214,7 @@ class Ledger:
 
         Steps that are done again are paid again. Raises `BudgetExceeded` if the data set's budget does not
         allow it, `LedgerError` if it cannot be written: then nothing was, and nothing may be released.
+        A step that is paid for already (a later batch of the same epoch) is charged with units = 0.
         """
         step, units = operator.index(step), operator.index(units)
         if step < 0 or units < 0:
@@ -420,7 +421,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _connect(name: str) -> sqlite3.Connection:
     # Threads take turns by the ledger's own lock.
     options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
-    db = sqlite3.connect(name, uri=name.startswith("file:"), timeout=_WAIT_SECONDS, **options)
+    db: sqlite3.Connection = sqlite3.connect(name, uri=name.startswith("file:"), timeout=_WAIT_SECONDS, **options)
     db.execute("PRAGMA synchronous = EXTRA")  # each commit is on the disk; unlike FULL, without a WAL too
     db.execute("PRAGMA fullfsync = ON")  # and on macOS
     return db

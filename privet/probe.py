@@ -8,7 +8,7 @@ set, so that it is valid. Random state and buffers are put back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,13 +53,13 @@ class Probe:
             if not _same(first[:2], losses[:2]):
                 raise Refused(f"The loss of a record changes {when}.{self._way_out()}")
 
-    def _ask(self, slots: list[int], seed: int) -> Iterator[tuple[Any, int]]:
+    def _ask(self, slots: list[int], seed: int) -> Generator[tuple[Any, int], None, Tensor]:
         torch.manual_seed(seed)
-        self._losses = None
         yield self._made_up(slots), len(slots)
-        assert self._losses is not None
+        assert self._losses is not None, "Step hands losses in before it asks for the next batch"
+        losses: Tensor = self._losses
         self.records_seen += len(slots)
-        if not bool(torch.isfinite(self._losses).all()):
+        if not bool(torch.isfinite(losses).all()):
             raise Refused(
                 "The losses of made-up records (uniform numbers between 0 and 1) are not finite, so it cannot be "
                 f"checked that records do not depend on each other. {_NOT_CHECKED}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +233,7 @@ class ChunkSampler(Sampler[list[int]]):
         samples: Iterable[Sample],
         chunk: int | None = None,
         *,
-        cut: Callable[[Sample], list[Sample]] | None = None,
+        cut: Callable[[Sample], Sequence[Sample]] | None = None,
     ) -> None:
         if chunk is not None and chunk < 1:
             raise ConfigError(f"chunk is {chunk}: it must be at least 1, or None for whole samples.")

@@ -93,7 +93,7 @@ class Step:
             )
 
     def backward(self, losses: Tensor) -> None:
-        """Takes the losses of the current chunk, one per record, and adds their bounded gradients to the step's sums."""
+        """Takes the losses of the current chunk, one per record; their bounded gradients join the step's sums."""
         if self._waiting is None:
             raise Refused("step.backward(losses) belongs inside `for batch in step:`, once for each chunk.")
         size, take = self._waiting

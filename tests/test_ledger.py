@@ -28,7 +28,7 @@ POISSON = Mechanism(kind="poisson", noise_multiplier=1.1, relation="add_remove",
 
 # Children come from a clean process that has the imports done: killing 50 of them takes seconds.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload([__name__])
+processes.set_forkserver_preload(["privet.ledger", "pytest"])
 
 
 def units(path: Path) -> int:
@@ -115,9 +115,8 @@ def test_nothing_lowers_what_was_spent(path: Path) -> None:
     with Ledger(path) as ledger:
         entry = ledger.open_run("run", POISSON)
         ledger.charge(entry, step=5, units=5)
-        for wrong in (0, -1):
-            with pytest.raises(ConfigError, match="units"):
-                ledger.charge(entry, step=6, units=wrong)
+        with pytest.raises(ConfigError, match="units"):
+            ledger.charge(entry, step=6, units=-1)
         with pytest.raises(ConfigError, match="step"):
             ledger.charge(entry, step=-1)
         with pytest.raises(TypeError):
@@ -158,9 +157,12 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4096])
 
 
-def _scribble(path: Path) -> None:
+def _scribble(path: Path, table: str = "entries") -> None:
+    db = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
+    (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+    db.close()
     data = bytearray(path.read_bytes())
-    data[4096:] = b"\xa5" * (len(data) - 4096)
+    data[4096 * (page - 1) : 4096 * page] = b"\xa5" * 4096
     path.write_bytes(data)
 
 
@@ -190,9 +192,7 @@ def _newer(path: Path) -> None:
         (_scribble, "damaged"),
     ],
 )
-def test_a_damaged_or_foreign_file_is_refused_and_kept(
-    path: Path, spoil: Callable[[Path], None], says: str
-) -> None:
+def test_a_damaged_or_foreign_file_is_refused_and_kept(path: Path, spoil: Callable[[Path], None], says: str) -> None:
     with Ledger(path) as ledger:
         ledger.charge(ledger.open_run("run", POISSON), step=1)
     spoil(path)
@@ -202,6 +202,19 @@ def test_a_damaged_or_foreign_file_is_refused_and_kept(
             Ledger(path, create=create)
         assert str(path) in str(caught.value)
     assert path.read_bytes() == before
+
+
+def test_a_damaged_file_is_not_changed_by_its_log(path: Path) -> None:
+    crashed = path.with_name("crashed.ledger")
+    with Ledger(path) as ledger:
+        ledger.charge(ledger.open_run("run", POISSON), step=1)
+        for suffix in ("", "-wal"):
+            shutil.copy(f"{path}{suffix}", f"{crashed}{suffix}")
+    _scribble(crashed, "dataset")
+    before = crashed.read_bytes()
+    with pytest.raises(LedgerError, match="damaged"):
+        Ledger(crashed)
+    assert crashed.read_bytes() == before
 
 
 def test_the_ledger_of_another_data_set_is_refused(path: Path) -> None:
@@ -275,9 +288,7 @@ def test_a_write_protected_file_is_read_but_takes_no_charge(path: Path) -> None:
             ledger.charge(entry, step=1)
 
 
-def test_a_ledger_that_another_process_holds_takes_no_charge(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_that_another_process_holds_takes_no_charge(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WAIT_SECONDS", 0.05)
     with Ledger(path) as ledger:
         entry = ledger.open_run("run", POISSON)
@@ -348,9 +359,7 @@ def test_ctrl_c_inside_a_charge_leaves_all_or_nothing(path: Path, at: str, paid:
             ledger.charge(entry, step=1)
         ledger._db = db
         assert not db.in_transaction
-        other.charge(
-            other.open_run("run", POISSON), step=1
-        )  # would wait for 30 s if the first still held the lock
+        other.charge(other.open_run("run", POISSON), step=1)  # would wait for 30 s if the first still held the lock
         ledger.charge(entry, step=2)
         assert ledger.spent() == [(POISSON, paid + 2)]
 
@@ -439,8 +448,10 @@ def _release(path: Path, released: Path) -> None:
         entry = ledger.open_run("run", POISSON)
         for step in count(ledger.last_step("run") + 1):
             ledger.charge(entry, step=step)
+            time.sleep(0.003)  # a kill must be able to fall between the two, on either side
             file.write(f"released {step}\n")
             file.flush()
+            time.sleep(0.003)
 
 
 def _kill_often(path: Path, kills: int) -> None:
@@ -499,6 +510,65 @@ def test_the_budget_stops_before_it_is_exceeded(path: Path) -> None:
     assert accounting.epsilon(spent, delta).epsilon <= epsilon
     for mechanism in (GAUSSIAN, NOISIER):  # and nothing of it was left over
         assert accounting.epsilon([*spent, (mechanism, 1)], delta).epsilon > epsilon
+
+
+class _Late(_Interrupted):
+    """A connection that gets the write lock only after another process has used its time for `act`."""
+
+    def __init__(self, db: sqlite3.Connection, act: Callable[[], None]) -> None:
+        super().__init__(db, "never")
+        self.act = act
+
+    def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+        if statement.startswith("BEGIN"):
+            self.act()
+        return super().execute(statement, *arguments)
+
+
+@pytest.mark.parametrize("when", ["before the lock", "while accounting"])
+def test_what_others_spend_meanwhile_counts(path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    budget = (1.0, 1e-5)
+    limit = accounting.count_for(GAUSSIAN, *budget)
+    with Ledger(path) as one, Ledger(path) as two:
+        one.set_budget(*budget)
+        mine, theirs = one.open_run("one", GAUSSIAN), two.open_run("two", GAUSSIAN)
+        one.charge(mine, step=1, units=limit - 2)
+        one.charge(mine, step=2)
+
+        def spend_the_rest() -> None:
+            if sum(n for _, n in two.spent()) < limit:
+                two.charge(theirs, step=1)
+
+        def count_meanwhile(*arguments: Any, **options: Any) -> int:
+            spend_the_rest()
+            return accounting.count_for(*arguments, **options)
+
+        db = one._connection()
+        if when == "before the lock":
+            one._db = _Late(db, spend_the_rest)  # type: ignore[assignment]
+        else:
+            two.charge(theirs, step=1, units=0)  # has its answer from the accountant
+            one._room = module._Room()  # has none
+            monkeypatch.setattr(module, "count_for", count_meanwhile)
+        with pytest.raises(BudgetExceeded):
+            one.charge(mine, step=3)
+        one._db = db
+        assert one.spent() == [(GAUSSIAN, limit)]
+
+
+def test_the_last_step_that_fits_is_taken(path: Path) -> None:
+    limit = accounting.count_for(POISSON, 1.0, 1e-5)
+    with Ledger(path) as ledger:
+        ledger.set_budget(1.0, 1e-5)
+        ledger.charge(ledger.open_run("run", POISSON), step=1, units=limit - 1)
+    with Ledger(path) as ledger:
+        entry = ledger.open_run("another", POISSON)
+        ledger.charge(entry, step=1)
+        with pytest.raises(BudgetExceeded):
+            ledger.charge(entry, step=2)
+        ledger.charge(entry, step=2, units=0)  # a step that costs nothing, as in the middle of an epoch
+        assert ledger.spent() == [(POISSON, limit)]
+        assert ledger.last_step("another") == 2
 
 
 def test_accounting_is_asked_rarely(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,9 +220,7 @@ def test_what_the_accountant_is_told() -> None:
     ]
     assert all(type(mechanism.noise_multiplier) is float for mechanism in told)
     for rule in (Poisson(batch=10), Partition(batch=10)):
-        assert rule.mechanism(
-            records=1000, noise_multiplier=1.0, relation="add_remove", discrete=True
-        ).discrete
+        assert rule.mechanism(records=1000, noise_multiplier=1.0, relation="add_remove", discrete=True).discrete
     with pytest.raises(ConfigError, match="replace_one"):
         FixedSize(batch=10).mechanism(records=100, noise_multiplier=1.0, relation="add_remove")
 

@@ -1,1 +1,95 @@
+"""The command `privet`. Each module of this folder that has a NAME is one subcommand, found by itself.
 
+Such a module defines `NAME`, `HELP`, `add_arguments(parser)` and `main(args) -> int`. It is imported only when its
+command is asked for (or the list of all), so heavy imports may stand inside of its functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from ..errors import ConfigError, PrivetError
+
+_EXAMPLES = """\
+examples:
+  privet train                                   train on the embedded digits, in under a minute
+  privet train --data mnist --data-dir DIR --epsilon 3
+  privet plan --records 60000 --batch 256 --epochs 60 --epsilon 3 --delta 1e-5
+  privet budget runs/digits.ledger               what all runs on a data set have cost together
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. 0: done; 2: it could not be, and standard error says why; 130: interrupted."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(given).parse_args(given)
+        code: int = args.command(args)
+        sys.stdout.flush()
+        return code
+    except PrivetError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        # Whoever read our output has left. What is still buffered must not fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(_about_files(error))
+    except KeyboardInterrupt:
+        return _fail("Interrupted.", code=130)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"privet: {message}", file=sys.stderr)
+    return code
+
+
+def _about_files(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"The disk is full{where}: free some space. A training that had begun goes on with --resume."
+    return f"{error.strerror or error}{where}."
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    from .. import __version__  # noqa: PLC0415
+
+    parser = _Parser(
+        prog="privet",
+        description="Train models on sensitive records with differential privacy that you can check.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"privet {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in _modules(given):
+        command = commands.add_parser(
+            module.NAME,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.set_defaults(command=module.main)
+    return parser
+
+
+def _modules(given: Sequence[str]) -> list[Any]:
+    """The module of the command that was given; all of them if it is none, or none was."""
+    names = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
+    wanted = [name for name in names if given and name == given[0]]
+    found = [import_module(f"{__name__}.{name}") for name in wanted or names]
+    return [module for module in found if hasattr(module, "NAME")] or (_modules([]) if wanted else [])

@@ -13,9 +13,7 @@ With P_t the patch of the (padded) input under output position t, ∇W = Σ_t δ
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
-from itertools import product
 from typing import cast
 
 import torch
@@ -23,14 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import gram_product
-from .per_record import Dense, PerRecord, row_squares, rule_for, wide
+from .per_record import Dense, PerRecord, row_squares, rule_for, scratch, wide
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-_SCRATCH_NUMBERS = 2**21
-"""Size of the scratch block for patches: small enough to stay in a shared cache, large enough to keep cores busy."""
-
-_scratch = threading.local()
+_BLOCK = 2**19
+"""How many numbers of patches are copied out at a time: few enough to stay in a core's own cache."""
 
 
 @rule_for(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -49,79 +45,80 @@ def conv(layer: Conv, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
 
 def _ghost_is_cheaper(layer: Conv, z: Tensor, delta: Tensor) -> bool:
     positions_in, positions_out = math.prod(z.shape[2:]), math.prod(delta.shape[2:])
-    ghost = positions_in**2 * layer.in_channels + positions_out**2 * (layer.out_channels + len(_offsets(layer)))
+    ghost = positions_in**2 * layer.in_channels + positions_out**2 * layer.out_channels
     return 2 * ghost < positions_out * layer.weight.numel()
 
 
 def _explicit_padding(layer: Conv, z: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """The input with circular, reflect or replicate padding applied, and the zero padding that is left per axis."""
-    both = cast(list[int], layer._reversed_padding_repeated_twice)
+    both = layer._reversed_padding_repeated_twice
     if layer.padding_mode != "zeros":
         return F.pad(z, both, mode=layer.padding_mode), [(0, 0)] * (z.dim() - 2)
     pairs = list(zip(both[0::2], both[1::2], strict=True))
     return z, pairs[::-1]
 
 
-def _offsets(layer: Conv) -> list[tuple[int, ...]]:
-    """Where each entry of the kernel lies, relative to the corner of its patch."""
-    axes = zip(layer.kernel_size, layer.dilation, strict=True)
-    return list(product(*[range(0, size * step, step) for size, step in axes]))
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    """(records, channels, *space) as (records, *space, channels), contiguous; free where it is laid out so already."""
-    return tensor.movedim(1, -1).contiguous()
-
-
 def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> Dense:
-    records, channels_out, *space_out = delta.shape
-    groups, kernel = layer.groups, layer.kernel_size
-    channels_in = layer.in_channels // groups
-    positions, taps = math.prod(space_out), math.prod(kernel)
-    width = taps * channels_in
+    """∇W of each record, by blocks of records whose patches fit in the cache.
 
-    z = _channels_last(z)
-    if any(before or after for before, after in padding):
-        z = F.pad(z, [0, 0, *[n for pair in reversed(padding) for n in pair]])
-    outer, *along, last = z.stride()
-    patches = z.as_strided(
-        (records, groups, *space_out, *kernel, channels_in),
+    A two-dimensional kernel that moves by one row at a time shares its rows between patches: then only runs along the
+    last axis are copied out, and each row of the kernel is a matrix product of its own (a part of the result).
+    """
+    records, channels_out, *space_out = delta.shape
+    groups, kernel, dilation = layer.groups, tuple(layer.kernel_size), tuple(layer.dilation)
+    channels_in = layer.in_channels // groups
+    padded = [n + before + after for n, (before, after) in zip(z.shape[2:], padding, strict=True)]
+    by_rows = len(kernel) == 2 and layer.stride[0] == 1
+    parts, unrolled = (kernel[0], kernel[1:]) if by_rows else (1, kernel)
+    grid = [padded[0], space_out[1]] if by_rows else space_out
+    positions, width = math.prod(space_out), math.prod(unrolled) * channels_in
+
+    rows = scratch().take((parts, records * groups, channels_out // groups, width), z)
+    squares = z.new_zeros(records)
+    delta = _by_group(delta, groups)
+    block = max(1, min(records, _BLOCK // (groups * math.prod(grid) * width)))
+    block = min(records, -(-block // torch.get_num_threads()) * torch.get_num_threads())
+    framed = scratch().take((block, *padded, layer.in_channels), z).zero_()
+    inside = framed[(slice(None), *[slice(b, b + n) for n, (b, _) in zip(z.shape[2:], padding, strict=True)])]
+    taps = list(zip(dilation, framed.stride()[1:-1], strict=True))[-len(unrolled) :]
+    views = framed.as_strided(
+        (block, groups, *grid, *unrolled, channels_in),
         (
-            outer,
-            channels_in * last,
-            *[step * n for step, n in zip(layer.stride, along, strict=True)],
-            *[step * n for step, n in zip(layer.dilation, along, strict=True)],
-            last,
+            framed.stride(0),
+            channels_in,
+            *[step * n for step, n in zip(layer.stride, framed.stride()[1:-1], strict=True)],
+            *[step * n for step, n in taps],
+            1,
         ),
     )
-    delta = delta.flatten(2).mT if delta.stride(1) == 1 else delta.flatten(2).mT.contiguous()
-    delta = delta.unflatten(2, (groups, channels_out // groups)).movedim(2, 1)
-
-    rows = z.new_empty(records * groups, channels_out // groups, width)
-    squares = z.new_empty(records)
-    block = max(1, min(records, _SCRATCH_NUMBERS // (groups * positions * width)))
-    scratch = _scratch_of(block * groups * positions * width, z)
+    patches = scratch().take((block * groups, math.prod(grid), width), z)
     for start in range(0, records, block):
         stop = min(start + block, records)
         count = (stop - start) * groups
-        piece = scratch[: count * positions * width]
-        piece.view(stop - start, *patches.shape[1:]).copy_(patches[start:stop])
-        out = rows[start * groups : stop * groups]
-        torch.bmm(delta[start:stop].flatten(0, 1).mT, piece.view(count, positions, width), out=out)
-        squares[start:stop] = row_squares(out.view(stop - start, -1))
+        inside[: stop - start].copy_(z[start:stop].movedim(1, -1))
+        patches[:count].view(stop - start, *views.shape[1:]).copy_(views[: stop - start])
+        left = delta[start * groups : stop * groups]
+        for part in range(parts):
+            first = part * dilation[0] * space_out[-1] if by_rows else 0
+            out = rows[part, start * groups : stop * groups]
+            torch.bmm(left, patches[:count, first : first + positions], out=out)
+            squares[start:stop] += row_squares(out.view(stop - start, -1))
 
     def shaped(rows: Tensor) -> Tensor:
-        return rows.unflatten(-1, (channels_out, *kernel, channels_in)).movedim(-1, -1 - len(kernel))
+        """(parts, …, size) to (…, channels out, channels in of a group, *kernel)."""
+        rows = rows.view(*rows.shape[:-1], channels_out, *unrolled, channels_in).movedim(-1, -1 - len(unrolled))
+        return rows.movedim(0, -1 - len(unrolled)) if by_rows else rows[0]
 
-    return Dense(rows.view(records, -1), shaped, squares)
+    return Dense(rows.view(parts, records, -1), shaped, squares)
 
 
-def _scratch_of(size: int, like: Tensor) -> Tensor:
-    blocks: dict[tuple[torch.device, torch.dtype], Tensor] = _scratch.__dict__.setdefault("blocks", {})
-    key = (like.device, like.dtype)
-    if key not in blocks or blocks[key].numel() < size:
-        blocks[key] = like.new_empty(size)
-    return blocks[key]
+def _by_group(delta: Tensor, groups: int) -> Tensor:
+    """(records, channels, *space) as (records·groups, channels of a group, positions), copied only if it must be."""
+    if groups > 1:
+        return delta.flatten(2).reshape(delta.shape[0] * groups, delta.shape[1] // groups, -1)
+    if delta.stride(1) == 1:  # channels last
+        return delta.movedim(1, -1).reshape(delta.shape[0], -1, delta.shape[1]).mT
+    return delta.flatten(2)
 
 
 class _Ghost(PerRecord):
@@ -137,15 +134,17 @@ class _Ghost(PerRecord):
         gram = (rows.mT @ rows).view(-1, *space_in, *space_in)
         if any(before or after for before, after in self.padding):
             gram = F.pad(gram, [n for pair in reversed([*self.padding, *self.padding]) for n in pair])
-        total: Tensor | None = None
-        for offset in _offsets(self.layer):
-            axes = zip(offset, space_out, self.layer.stride, strict=True)
-            where = tuple(slice(o, o + (n - 1) * step + 1, step) for o, n, step in axes)
-            shifted = gram[(slice(None), *where, *where)]
-            total = shifted.clone() if total is None else total.add_(shifted)
-        assert total is not None
+        axes = zip(space_out, self.layer.kernel_size, self.layer.stride, self.layer.dilation, strict=True)
+        for axis, (length, taps, stride, dilation) in enumerate(axes):  # the sum over taps, one axis at a time
+            shifted = [
+                gram[(slice(None), *[slice(None)] * axis, where, *[slice(None)] * (len(space_out) - 1), where)]
+                for where in (
+                    slice(tap * dilation, tap * dilation + (length - 1) * stride + 1, stride) for tap in range(taps)
+                )
+            ]
+            gram = sum(shifted[1:], start=shifted[0])
         size = math.prod(space_out)
-        return total.view(-1, size, size)
+        return gram.reshape(-1, size, size)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         scaled = self.delta * weights.view(-1, *[1] * (self.delta.dim() - 1))

@@ -73,7 +73,7 @@ def fallback(
                 if d is not None
             )
 
-        outputs, pull = vjp(forward, parameters)
+        outputs, pull = vjp(forward, parameters)[:2]
         (gradient,) = pull(tuple(d.to(o.dtype) for d, o in zip(upstream, outputs, strict=True)))
         return {name: wide(g) for name, g in gradient.items()}
 

@@ -7,8 +7,11 @@ sum over records, and, where there is no way around it, all gradients in full.
 
 from __future__ import annotations
 
+import math
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +45,7 @@ def rule_for(*layers: type[nn.Module]) -> Callable[[_R], _R]:
 
 
 class PerRecord(ABC):
-    """Formal guarantee: `squared_norms` is at least ‖g_i‖² up to float32 rounding, for the g_i that `weighted_sum` adds."""
+    """Formal guarantee: `squared_norms` is at least ‖g_i‖², to rounding, for the g_i that `weighted_sum` adds."""
 
     squared_norms: Tensor
 
@@ -60,17 +63,24 @@ class PerRecord(ABC):
 
 
 class Dense(PerRecord):
-    """Gradients in full. `rows` is (records, size); `shaped` turns (…, size) into (…, *parameter's shape)."""
+    """Gradients in full: `rows` is (parts, records, size); `shaped` makes (parts, …, size) into the parameter's shape.
+
+    Most parameters have one part; a rule may compute a gradient in several that lie apart in memory.
+    """
 
     def __init__(self, rows: Tensor, shaped: Callable[[Tensor], Tensor], squared_norms: Tensor | None = None) -> None:
         self.rows = rows
         self.shaped = shaped
-        self.squared_norms = row_squares(rows) if squared_norms is None else squared_norms
+        self.squared_norms = (
+            sum(row_squares(part) for part in rows[1:]) + row_squares(rows[0])
+            if squared_norms is None
+            else squared_norms
+        )
 
     @classmethod
     def of(cls, gradients: Tensor) -> Dense:
         shape = gradients.shape[1:]
-        return cls(gradients.reshape(gradients.shape[0], -1), lambda rows: rows.reshape(*rows.shape[:-1], *shape))
+        return cls(gradients.flatten(1).unsqueeze(0), lambda rows: rows[0].view(*rows.shape[1:-1], *shape))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.shaped(weights.to(self.rows.dtype) @ self.rows)
@@ -79,14 +89,61 @@ class Dense(PerRecord):
         return self.shaped(self.rows)
 
     def drop(self, records: Tensor) -> None:
-        self.rows[records] = 0
+        self.rows[:, records] = 0
 
 
 def row_squares(rows: Tensor) -> Tensor:
     """The squared length of each record's entries, read once and without a temporary of that size."""
-    return torch.linalg.vector_norm(rows.flatten(1), dim=1).square()
+    norms: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1)
+    return norms.square()
 
 
 def wide(tensor: Tensor) -> Tensor:
     """Norms and sums are never computed below float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+class Scratch:
+    """Large blocks that are used again from step to step: mapping fresh pages costs more than much of the arithmetic.
+
+    What `take` gives is the caller's until the next `reclaim`, which a `Recorder` calls before each backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: list[Tensor] = []
+
+    def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Uninitialised memory of this shape, with the type and device of `like`."""
+        size = math.prod(shape)
+        fits = [b for b in self._free if b.dtype == like.dtype and b.device == like.device and b.numel() >= size]
+        block = min(fits, key=Tensor.numel, default=None)
+        if block is None:
+            block = like.new_empty(size)
+        else:
+            self._free = [b for b in self._free if b is not block]
+        self._taken.append(block)
+        return block[:size].view(*shape)
+
+    def reclaim(self) -> None:
+        # blocks that a whole pass did not need were for other batch sizes: let them go
+        self._free, self._taken = self._taken, []
+
+
+_current = threading.local()
+
+
+def scratch() -> Scratch:
+    """The scratch memory of the recorder at work in this thread."""
+    found: Scratch | None = getattr(_current, "scratch", None)
+    return found if found is not None else Scratch()
+
+
+@contextmanager
+def using(pool: Scratch) -> Iterator[None]:
+    before = getattr(_current, "scratch", None)
+    _current.scratch = pool
+    try:
+        yield
+    finally:
+        _current.scratch = before

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import Refused
 from . import conv, embedding, linear, norm  # noqa: F401  (registers their rules)
 from .fallback import Call, carries_gradient, fallback, float_outputs, record_axes
-from .per_record import RULES, PerRecord
+from .per_record import RULES, PerRecord, Scratch, using
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     for name, layer in model.named_modules():
         if any(name.startswith(f"{outer}.") if outer else bool(name) for outer in covered):
             continue
-        own = {key: p for key, p in layer.named_parameters(recurse=False)}
+        own = dict(layer.named_parameters(recurse=False))
         if type(layer) in RULES and own:
             _refuse_coupling_options(name, layer)
             units.append(Unit(name, layer, own))
@@ -67,7 +67,7 @@ def _refuse_coupling_options(name: str, layer: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Use:
-    """One call of a layer: how many of its outputs carry gradients and, for layers without a rule, how it was called."""
+    """One call of a layer: how many outputs carry gradients and, for layers without a rule, how it was called."""
 
     recorder: Recorder
     unit: Unit
@@ -108,6 +108,7 @@ class Recorder:
         self.units = find_units(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._on = False
+        self._scratch = Scratch()
         self._anchor = torch.zeros((), requires_grad=True)
         self._found: dict[str, list[PerRecord]] = {}
         self._records = 0
@@ -138,7 +139,10 @@ class Recorder:
             self._on = before
 
     def backward(self, losses: Tensor) -> dict[str, PerRecord]:
-        """Each record's gradient of its own loss, by parameter name; parameters that no loss reached are absent."""
+        """Each record's gradient of its own loss, by parameter name; parameters that no loss reached are absent.
+
+        What is returned may be used until the next call.
+        """
         self._begin(losses)
         torch.autograd.backward(losses, torch.ones_like(losses))
         self._refuse_strays()
@@ -166,6 +170,7 @@ class Recorder:
     def _begin(self, losses: Tensor) -> None:
         self._records = losses.shape[0]
         self._found = {}
+        self._scratch.reclaim()
 
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
         switched: list[nn.Parameter] = []
@@ -200,7 +205,9 @@ class Recorder:
             outputs = [x.clone() for x in float_outputs(output)]
         self.bytes_seen += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
         use = _Use(self, unit, len(outputs), call)
-        tapped = _Tap.apply(use, self._anchor, *outputs, *[x.detach() for x in inputs])
+        tapped = _Tap.apply(  # type: ignore[no-untyped-call]
+            use, self._anchor, *outputs, *[x.detach() for x in inputs]
+        )
         if call is None:
             return tapped
         fresh = iter(tapped if isinstance(tapped, tuple) else (tapped,))
@@ -222,7 +229,7 @@ class Recorder:
         if self._probed is not None:
             self._examine(use, inputs, deltas)
             return
-        with torch.no_grad(), self._switched(False):
+        with torch.no_grad(), self._switched(False), using(self._scratch):
             if use.call is None:
                 found = RULES[type(unit.layer)](unit.layer, inputs[0], cast(Tensor, deltas[0]))
             else:

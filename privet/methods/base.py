@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -23,6 +23,7 @@ from ..errors import ConfigError, Refused
 if TYPE_CHECKING:
     from ..accounting import Relation
     from ..noise import Allocation
+    from ..sampling import Sample
 
 METHODS: dict[str, type[Method]] = {}
 """All methods by the name that the command line knows them under."""
@@ -104,9 +105,6 @@ class ParameterGroup:
             start += p.numel()
         return parts
 
-    def matches(self, parameters: Iterable[nn.Parameter]) -> bool:
-        return {id(p) for p in self.parameters.values()} == {id(p) for p in parameters}
-
 
 def _channels_last(p: Tensor) -> torch.memory_format:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -134,7 +132,7 @@ class Session(ABC):
     sensitivity that stands in the query, in L2 norm, whatever the records, the weights and the loss are.
     """
 
-    def cut(self, sample: np.ndarray) -> Sequence[np.ndarray]:
+    def cut(self, sample: Sample) -> list[Sample]:
         """The sample's record numbers in parts that are never mixed in one forward pass."""
         return [sample]
 

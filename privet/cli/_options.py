@@ -1,0 +1,271 @@
+"""Options of a training from the command line, a TOML file and the presets, all made from `TrainConfig`.
+
+Each source gives a layer, a dictionary of fields of TrainConfig; a higher layer wins: command line, file, preset,
+default. Options of a method are the fields of its class, so a new method brings its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ..accounting import Relation
+from ..errors import ConfigError
+from ..methods import METHODS
+from ..noise import Allocation
+from ..training import TrainConfig
+
+Layer = dict[str, Any]
+
+_NAMED = ("method", "model")
+"""What has a name and options of its own: a table in TOML."""
+_FOLLOWS = {
+    "method": ("method_options",),
+    "model": ("model_options",),
+    "optimizer": ("lr", "momentum"),
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+}
+"""What a lower layer says of these fields holds only as long as no higher layer changes the key."""
+
+
+# The command line
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    """Every option that can be written as one word, by group. Those not given leave no trace in the namespace."""
+    groups: dict[str, Any] = {}
+    for f in fields(TrainConfig):
+        title = f.metadata["group"]
+        group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
+        if _is_word(_hints(TrainConfig)[f.name]):
+            _add(group, f.name, _hints(TrainConfig)[f.name], _help(f), dest=f.name)
+    group = parser.add_argument_group("options of the method")
+    for name, owners in _method_options().items():
+        hints = [_hints(METHODS[owner])[name] for owner in owners]
+        texts = [f"{_help(_field(METHODS[owner], name))} [{owner}]" for owner in owners]
+        if name not in _hints(TrainConfig) and all(map(_is_word, hints)):
+            _add(group, name, hints[0] if len(set(hints)) == 1 else str, "; ".join(texts), dest=f"method.{name}")
+
+
+def from_command_line(args: argparse.Namespace) -> Layer:
+    """The layer of what was given. Options of the method are texts still: `resolve` knows which method it is."""
+    given = vars(args)
+    hints = _hints(TrainConfig)
+    layer: Layer = {name: _parsed(flag(name), given[name], hints[name]) for name in hints if name in given}
+    options = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("method.")}
+    return layer | ({"method_options": options} if options else {})
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _add(group: Any, name: str, hint: Any, help: str, *, dest: str) -> None:
+    options: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": help.replace("%", "%%")}
+    if bool in _alternatives(hint):
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        choices = [str(v) for a in _alternatives(hint) if get_origin(a) is Literal for v in get_args(a)]
+        options["metavar"] = "|".join(choices) or ("N" if _is_number(hint) else name.upper())
+    group.add_argument(flag(name), **options)
+
+
+def _help(f: Field[Any]) -> str:
+    help: str = f.metadata.get("help", "")
+    if f.default is None or f.default is False:
+        return f"{help} (default: preset)" if f.metadata.get("preset") else help
+    default = f"{f.default:g}" if isinstance(f.default, float) else f.default
+    return f"{help} (default: {'preset, else ' if f.metadata.get('preset') else ''}{default})"
+
+
+def _method_options() -> dict[str, list[str]]:
+    """Every option of any method, with the methods that have it."""
+    owners: dict[str, list[str]] = {}
+    for method in sorted(METHODS):
+        for f in fields(METHODS[method]):  # type: ignore[arg-type]
+            owners.setdefault(f.name, []).append(method)
+    return owners
+
+
+def _field(owner: Any, name: str) -> Field[Any]:
+    return next(f for f in fields(owner) if f.name == name)
+
+
+# TOML
+
+
+def from_toml(path: Path) -> Layer:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"The configuration {path} cannot be read: {why}.") from error
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"The configuration {path} is not TOML: {error}.") from error
+    return _layer(content, str(path))
+
+
+def _layer(content: Mapping[str, Any], where: str) -> Layer:
+    """Checked names and types; the tables `method` and `model` become a name and options."""
+    hints = _hints(TrainConfig)
+    layer: Layer = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in hints or name.endswith("_options"):
+            raise ConfigError(f"{where}: there is no option '{key}'. There are: {', '.join(_settable())}.")
+        if name in _NAMED and isinstance(value, Mapping):
+            options = {k.replace("-", "_"): v for k, v in value.items()}
+            if "name" in options:
+                layer[name] = fit(f"{where}: {name}.name", options.pop("name"), str)
+            layer[f"{name}_options"] = options
+        else:
+            layer[name] = fit(f"{where}: {name}", value, hints[name])
+    return layer
+
+
+def _settable() -> list[str]:
+    return [f.name for f in fields(TrainConfig) if not f.name.endswith("_options")]
+
+
+# Layers
+
+
+def preset(data: str, method: str) -> Layer:
+    """What was found to be good for a data set and a method, by measuring."""
+    content = tomllib.loads((files(__package__) / "presets.toml").read_text(encoding="utf-8"))
+    of_data = content.get(data, content["table"])
+    where = f"presets.toml, {data}"
+    return _over(_layer(of_data.get(method, {}), where), _layer(of_data.get("default", {}), where))
+
+
+def resolve(*layers: Layer) -> TrainConfig:
+    """One configuration from the user's layers, the highest first, and the preset that they ask for."""
+    given: Layer = {}
+    for layer in reversed(layers):
+        given = _over(layer, given)
+    method = given.get("method", _field(TrainConfig, "method").default)
+    if method not in METHODS:
+        raise ConfigError(f"There is no method '{method}'. There are: {', '.join(sorted(METHODS))}.")
+    base = preset(given.get("data", _field(TrainConfig, "data").default), method) | {"method": method}
+    if "epsilon" in given and "noise" in given:  # then the length is what is asked for
+        base = {key: value for key, value in base.items() if key not in ("epochs", "steps")}
+    chosen = _over(given, base)
+    chosen["method_options"] = _checked_options(method, chosen.get("method_options", {}))
+    return TrainConfig(**chosen)
+
+
+def _over(high: Layer, low: Layer) -> Layer:
+    outdated = {f for key, value in high.items() if low.get(key) != value for f in _FOLLOWS.get(key, ())}
+    kept = {key: value for key, value in low.items() if key not in outdated}
+    options = {
+        key: {**kept.get(key, {}), **high.get(key, {})}
+        for key in ("method_options", "model_options")
+        if key in kept or key in high
+    }
+    return kept | high | options
+
+
+def _checked_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    hints = {f.name: _hints(METHODS[method])[f.name] for f in fields(METHODS[method])}  # type: ignore[arg-type]
+    for name in options:
+        if name not in hints:
+            raise ConfigError(
+                f"Method '{method}' has no option '{name}' ({flag(name)}). It has: {', '.join(hints) or 'none'}."
+            )
+    return {name: _parsed(name, value, hints[name]) for name, value in options.items()}
+
+
+# Types
+
+
+@cache
+def _hints(owner: Any) -> dict[str, Any]:
+    only_for_checkers = {"Allocation": Allocation, "Relation": Relation}  # names that a base class imports so
+    hints = get_type_hints(owner, localns=only_for_checkers)
+    return {f.name: hints[f.name] for f in fields(owner)}
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows, None left out."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return tuple(part for part in parts if part is not type(None))
+
+
+def _is_word(hint: Any) -> bool:
+    """Whether a value can stand on a command line."""
+    return any(a in (bool, int, float, str) or get_origin(a) is Literal for a in _alternatives(hint))
+
+
+def _is_number(hint: Any) -> bool:
+    return any(a in (int, float) for a in _alternatives(hint))
+
+
+def _parsed(name: str, value: Any, hint: Any) -> Any:
+    """A value of the type from a text of the command line; what is no text is checked as it is."""
+    if not isinstance(value, str) or str in _alternatives(hint):
+        return fit(name, value, hint)
+    for guess in _readings(value):
+        try:
+            return fit(name, guess, hint)
+        except ConfigError:
+            continue
+    raise _misfit(name, value, hint)
+
+
+def _readings(text: str) -> Iterator[Any]:
+    yield text
+    for read in (int, float):
+        try:
+            yield read(text)
+        except ValueError:
+            continue
+    if text in ("true", "false"):
+        yield text == "true"
+
+
+def fit(name: str, value: Any, hint: Any) -> Any:
+    """The value if it is of the type, or an error that names it. Whole numbers are numbers; truth values are not."""
+    for kind in _alternatives(hint):
+        origin = get_origin(kind)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind is float and number:
+            return float(value)
+        if _is_plain(value, kind, number):
+            return value
+        if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+            return {k: fit(f"{name}.{k}", v, get_args(kind)[1]) for k, v in value.items()}
+        if isinstance(origin, type) and issubclass(origin, Sequence) and isinstance(value, list | tuple):
+            return [fit(f"{name}[{i}]", v, get_args(kind)[0]) for i, v in enumerate(value)]
+    raise _misfit(name, value, hint)
+
+
+def _is_plain(value: Any, kind: Any, number: bool) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    return (
+        kind is Any
+        or (kind in (bool, str) and isinstance(value, kind))
+        or (kind is int and number and isinstance(value, int))
+    )
+
+
+def _misfit(name: str, value: Any, hint: Any) -> ConfigError:
+    return ConfigError(f"{name} must be {' or '.join(map(_description, _alternatives(hint)))}, and is {value!r}.")
+
+
+def _description(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    is_table = isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping)
+    return words.get(kind) or ("a table" if is_table else "a list")

@@ -1,0 +1,108 @@
+"""Noise for a budget, or budget for a noise, before any record is touched.
+
+Give two of: --epsilon, --noise, and a length (--steps or --epochs); the third is found. The trade-off curve says what
+an attacker can do at best who wants to know whether one given record was used.
+
+examples:
+  privet plan --records 60000 --batch 256 --epochs 60 --epsilon 2 --delta 1e-5     how much noise?
+  privet plan --records 60000 --batch 256 --steps 14062 --noise 1.1 --delta 1e-5   what does it cost?
+  privet plan --records 60000 --batch 256 --epsilon 2 --noise 1.1 --delta 1e-5     for how long?
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..planning import Budget, Plan, plan
+
+NAME = "plan"
+HELP = "noise for a budget, or budget for a noise, with the trade-off curve"
+
+_TELLING = (0.001, 0.01, 0.05, 0.1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("data")
+    data.add_argument("--records", type=int, required=True, metavar="N", help="public number of records")
+    data.add_argument("--batch", type=int, required=True, metavar="N", help="expected number of records in a step")
+    data.add_argument(
+        "--sampling", choices=["poisson", "fixed-size", "partition"], default="poisson", help="default: %(default)s"
+    )
+    data.add_argument(
+        "--relation",
+        choices=["add_remove", "replace_one"],
+        default="add_remove",
+        help="what is hidden: that a record is there, or what it is (default: %(default)s)",
+    )
+    budget = parser.add_argument_group("budget (two of the first three)")
+    budget.add_argument("--epsilon", type=float, metavar="E")
+    budget.add_argument("--noise", type=float, metavar="S", help="noise multiplier")
+    budget.add_argument("--steps", type=int, metavar="N")
+    budget.add_argument("--epochs", type=float, metavar="N", help="in place of steps")
+    budget.add_argument("--delta", type=float, metavar="D", help="default: a power of ten at most 1/(10 records)")
+    budget.add_argument(
+        "--noise-level", choices=["system", "exact"], default="system", help="kind of noise (default: %(default)s)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--trade-off", type=int, default=11, metavar="N", help="points of the curve in the JSON object")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    from ..errors import ConfigError  # noqa: PLC0415
+    from ..training import SAMPLING, default_delta, to_json  # noqa: PLC0415
+
+    if args.records < 1:
+        raise ConfigError(f"records must be at least 1, and is {args.records}.")
+    if args.trade_off < 2:
+        raise ConfigError(f"trade-off must be at least 2 points, and is {args.trade_off}.")
+    delta = default_delta(args.records) if args.delta is None else args.delta
+    budget = Budget(delta=delta, epsilon=args.epsilon, noise=args.noise, epochs=args.epochs, steps=args.steps)
+    sampling = SAMPLING[args.sampling](batch=args.batch)
+    found = plan(budget, sampling, records=args.records, relation=args.relation, discrete=args.noise_level == "exact")
+    result = {
+        "epsilon": found.epsilon,
+        "delta": found.delta,
+        "noise": found.mechanism.noise_multiplier,
+        "steps": found.steps,
+        "epochs": found.steps / sampling.steps_per_epoch(args.records),
+        "compositions": found.units,
+        "accountant": found.accountant,
+        "records": args.records,
+        "batch": args.batch,
+        "sampling": args.sampling,
+        "relation": args.relation,
+        "noise_level": args.noise_level,
+        "trade_off": _trade_off(found, args.trade_off),
+    }
+    if args.json:
+        print(to_json(result))
+    else:
+        _show(result)
+    return 0
+
+
+def _trade_off(found: Plan, points: int) -> list[dict[str, float]]:
+    """Points of the curve: false alarms alpha, and the least share beta of members that is then missed."""
+    from ..accounting import trade_off  # noqa: PLC0415
+
+    alphas = sorted({*_TELLING, *(i / (points - 1) for i in range(points))})
+    betas = trade_off([(found.mechanism, found.units)], alphas)
+    return [{"alpha": alpha, "beta": float(beta)} for alpha, beta in zip(alphas, betas, strict=True)]
+
+
+def _show(result: dict[str, Any]) -> None:
+    rows = {
+        "epsilon": f"{result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']})",
+        "noise": f"{result['noise']:.4g} times the sensitivity ({result['noise_level']})",
+        "length": f"{result['steps']} steps, {result['epochs']:.4g} epochs",
+        "sampling": f"{result['sampling']}, batches of {result['batch']} out of {result['records']} records",
+        "relation": result["relation"],
+    }
+    for name, text in rows.items():
+        print(f"{name:<10}{text}")
+    print("\nAn attacker who wants to know whether a record was used, and accepts")
+    for point in result["trade_off"]:
+        if point["alpha"] in _TELLING:
+            print(f"  {point['alpha']:>5.1%} false alarms, finds at most {1 - point['beta']:.1%} of those that were.")

@@ -1,0 +1,409 @@
+"""One private training, from a configuration to a folder that can be handed on: what `privet train` does."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from ..accounting import Guarantee, epsilon
+from ..data import Data, load
+from ..errors import BudgetExceeded, ConfigError
+from ..methods import method as make_method
+from ..nn import build
+from ..planning import Budget
+from ..run import Run
+from ..sampling import FixedSize, Partition, Poisson, SamplingRule
+from .config import TrainConfig, settle
+from .folder import Place, hand_over
+
+SAMPLING: dict[str, type[SamplingRule]] = {"poisson": Poisson, "fixed-size": FixedSize, "partition": Partition}
+_EVALUATION_BATCH = 1024
+_ACCOUNTING_SHARE = 0.05
+"""The part of the time that may go into telling epsilon while training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a training stands; accuracy and loss are of held-out records, and epsilon is that of a recent step."""
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    accuracy: float | None
+    loss: float | None
+    epsilon: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came out. `ended` tells why: the plan was done, a budget allowed no more, or it was interrupted."""
+
+    ended: Literal["finished", "budget", "interrupted"]
+    config: TrainConfig
+    statement: Mapping[str, Any]
+    accuracy: float | None
+    loss: float | None
+    out: Path
+    ledger: Path
+    ledger_runs: int
+    ledger_total: Guarantee
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        same = ("epsilon", "delta", "accountant", "steps", "noise_multiplier", "noise_level", "relation", "unit")
+        return {
+            "accuracy": self.accuracy,
+            "loss": self.loss,
+            **{name: self.statement[name] for name in same},
+            "planned": self.statement["planned"],
+            "data": self.config.data,
+            "model": self.config.model,
+            "method": self.config.method,
+            "ended": self.ended,
+            "interrupted": self.ended == "interrupted",
+            "out": str(self.out),
+            "ledger": str(self.ledger),
+            "ledger_epsilon": self.ledger_total.epsilon,
+            "ledger_runs": self.ledger_runs,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def train(
+    config: TrainConfig,
+    *,
+    resume: str | Path | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Trains, measures and writes the run's folder.
+
+    Args:
+        resume: the folder of an interrupted run to go on with, `config` being the one that lies there.
+        on_progress: called after each step.
+        stop: asked between chunks and steps; once it says yes, a checkpoint is written and `train` returns.
+
+    Formal guarantee: what is released (the model, the metrics, the files) costs the records that were trained on what
+    `privacy.json` states: all of it but the noisy gradients comes from held-out records or public facts. If training
+    fails before its first step, no file is left behind.
+    """
+    started = time.perf_counter()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    data = load(
+        config.data,
+        data_dir=None if config.data_dir is None else Path(config.data_dir),
+        target=config.target,
+        test_fraction=config.test_fraction,
+        validation=config.validation,
+        bounds=None if config.bounds is None else {k: _pair(k, v) for k, v in config.bounds.items()},
+        seed=config.seed,
+    )
+    config = settle(config, data)
+    budget, sampling, model = _budget(config), _sampling(config), _model(config, data)
+    method = make_method(config.method, **config.method_options)
+    sampling.check(config.records or len(data.train), config.relation)
+    place = Place(config, data, resume)
+    run: Run | None = None
+    try:
+        ledger = place.open_ledger(config, data)
+        with Run(
+            model,
+            _Records(data.train),
+            method=method,
+            sampling=sampling,
+            budget=budget,
+            relation=config.relation,
+            records=config.records,
+            ledger=ledger,
+            noise_level=config.noise_level,
+            seed=config.seed if config.noise_level == "seeded" else None,
+            physical_batch=config.physical_batch or "auto",
+            loader_options={"num_workers": config.workers, "collate_fn": _collate},
+            run_id=place.run_id,
+        ) as run:
+            place.write_start(replace(config, ledger=str(ledger.path)))
+            training = _Training(config, data, run, place.folder, on_progress or (lambda _: None), stop)
+            ended = training.go(resume is not None)
+            result = Result(
+                ended=ended,
+                config=config,
+                statement=run.statement(),
+                accuracy=training.accuracy,
+                loss=training.loss,
+                out=place.folder,
+                ledger=ledger.path,
+                ledger_runs=sum(record.units > 0 for record in ledger.runs()),
+                ledger_total=epsilon(ledger.spent(), run.plan.delta),
+                seconds=time.perf_counter() - started,
+            )
+            if ended != "interrupted":
+                about = {"model": config.model, "epsilon": str(result.statement["epsilon"])}
+                hand_over(place.folder, _statement(result, data), training.released, about)
+                ledger.finish_run(run.id)
+            return result
+    except BaseException:
+        if resume is None and (run is None or run.units_spent == 0):
+            place.take_back()
+        raise
+    finally:
+        place.close()
+
+
+def _statement(result: Result, data: Data) -> dict[str, Any]:
+    """privacy.json: the run's statement and what it was made from."""
+    return {
+        **result.statement,
+        "ended": result.ended,
+        "data": {"name": data.name, "classes": data.classes, "description": data.description},
+        "model": result.config.model,
+        "held_out": {"accuracy": result.accuracy, "loss": result.loss, "records": len(data.test)},
+        "ledger_total": {"epsilon": result.ledger_total.epsilon, "runs": result.ledger_runs},
+        "versions": {name: version(name) for name in ("privet", "torch", "dp-accounting")},
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+class _Training:
+    """The loop, with what it keeps from step to step."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data,
+        run: Run,
+        folder: Path,
+        on_progress: Callable[[Progress], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        self.config, self.data, self.run, self.folder = config, data, run, folder
+        self.on_progress, self.stop = on_progress, stop
+        self.accuracy: float | None = None
+        self.loss: float | None = None
+        self.images = any(p.dim() == 4 for p in run.model.parameters())
+        self.optimizer = _optimizer(config, run.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _schedule(config, run.plan.steps))
+        self.stateful: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.average = None if config.ema is None else _average(run.model, config, self.data)
+        if self.average is not None:
+            self.stateful["average"] = self.average
+        self.epsilon_clock = _Clock(_ACCOUNTING_SHARE)
+        self.epsilon: float | None = None
+
+    @property
+    def released(self) -> nn.Module:
+        """The model that is measured and handed on: the averaged one, if there is one (post-processing)."""
+        return self.run.model if self.average is None else self.average.module
+
+    def go(self, resume: bool) -> Literal["finished", "budget", "interrupted"]:
+        path = self.folder / "checkpoint.pt"
+        if resume:
+            self.run.load(path, **self.stateful)
+        else:
+            self.run.save(path, **self.stateful)
+        self.saved = time.monotonic()
+        began = time.monotonic()
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+            while not self.run.finished:
+                try:
+                    done = self._epoch()
+                except BudgetExceeded:
+                    if self.run.steps_done == 0:
+                        raise
+                    break
+                if not done:
+                    self._save()
+                    return "interrupted"
+                self.accuracy, self.loss = self._measure()
+                metrics.write(json.dumps(self._line(time.monotonic() - began)) + "\n")
+                metrics.flush()
+        if self.accuracy is None or self.run.steps_done < self.run.plan.steps:
+            self.accuracy, self.loss = self._measure()
+        return "finished" if self.run.steps_done >= self.run.plan.steps else "budget"
+
+    def _epoch(self) -> bool:
+        """The steps to the end of the epoch; false if asked to stop before."""
+        model, amp = self.run.model, self.config.precision == "bf16"
+        model.train()
+        for step in self.run.loader:
+            for x, y in step:
+                if self.stop():
+                    return False  # within a step: nothing of it was released, nor paid for
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
+                    scores = model(self._laid_out(x))
+                step.backward(cross_entropy(scores.float(), y, reduction="none"))
+            self.optimizer.step()
+            self.scheduler.step()
+            if self.average is not None:
+                self.average.update_parameters(model)
+            if self.epsilon_clock.due():
+                with self.epsilon_clock:
+                    self.epsilon = self.run.epsilon
+            if time.monotonic() - self.saved > self.config.checkpoint_every:
+                self._save()
+            self.on_progress(self._progress())
+            if self.stop() and not self.run.finished:
+                return False
+        return True
+
+    def _progress(self) -> Progress:
+        length = len(self.run.loader)
+        return Progress(
+            step=self.run.steps_done,
+            steps=self.run.plan.steps,
+            epoch=math.ceil(self.run.steps_done / length),
+            epochs=math.ceil(self.run.plan.steps / length),
+            accuracy=self.accuracy,
+            loss=self.loss,
+            epsilon=self.epsilon,
+        )
+
+    def _line(self, seconds: float) -> dict[str, Any]:
+        """One line of metrics: held-out records and public facts only (rule 9)."""
+        progress = self._progress()
+        return {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "accuracy": self.accuracy,
+            "loss": self.loss if self.loss is None or math.isfinite(self.loss) else None,
+            "seconds": round(seconds, 3),
+        }
+
+    @torch.no_grad()
+    def _measure(self) -> tuple[float, float]:
+        """Accuracy and mean loss on the held-out records."""
+        model = self.released.eval()
+        right, loss = 0, 0.0
+        x, y = self.data.test.tensors
+        for xs, ys in zip(torch.split(x, _EVALUATION_BATCH), torch.split(y, _EVALUATION_BATCH), strict=True):
+            scores = model(self._laid_out(xs)).float()
+            right += int((scores.argmax(1) == ys).sum())
+            loss += float(cross_entropy(scores, ys, reduction="sum"))
+        return right / len(y), loss / len(y)
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last) if self.images and x.dim() == 4 else x
+
+    def _save(self) -> None:
+        self.run.save(self.folder / "checkpoint.pt", **self.stateful)
+        self.saved = time.monotonic()
+
+
+class _Clock:
+    """Says when something costly is due again, so that it takes at most a share of the time."""
+
+    def __init__(self, share: float) -> None:
+        self._share, self._next, self._began = share, time.monotonic() + 2.0, 0.0
+
+    def due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        now = time.monotonic()
+        self._next = now + max(2.0, (now - self._began) / self._share)
+
+
+class _Records(Dataset[tuple[Tensor, Tensor]]):
+    """Records in memory, of which the loader gets a whole batch by one index operation."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._x, self._y = data.tensors
+
+    def __len__(self) -> int:
+        return len(self._y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._x[index], self._y[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        where = torch.tensor(indices)
+        return self._x[where], self._y[where]
+
+
+def _collate(items: Any) -> Any:
+    return items if isinstance(items, tuple) else default_collate(items)
+
+
+def _pair(name: str, bounds: Sequence[float]) -> tuple[float, float]:
+    if len(bounds) != 2:
+        raise ConfigError(f"bounds of {name!r} must be [low, high], and are {list(bounds)!r}.")
+    return bounds[0], bounds[1]
+
+
+def _budget(config: TrainConfig) -> Budget:
+    assert config.delta is not None
+    return Budget(
+        delta=config.delta, epsilon=config.epsilon, noise=config.noise, epochs=config.epochs, steps=config.steps
+    )
+
+
+def _sampling(config: TrainConfig) -> SamplingRule:
+    assert config.batch is not None
+    return SAMPLING[config.sampling](batch=config.batch)
+
+
+def _model(config: TrainConfig, data: Data) -> nn.Module:
+    """The network, laid out for speed, and tried on made-up records."""
+    options = dict(config.model_options)
+    model = build(config.model, input_shape=data.input_shape, classes=data.classes, seed=config.seed, **options)
+    if len(data.input_shape) == 3:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with torch.no_grad():
+        try:
+            scores = model.eval()(torch.zeros(2, *data.input_shape))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ConfigError(
+                f"Model {config.model!r} cannot take records of shape {data.input_shape}: {error}."
+            ) from error
+    if not isinstance(scores, Tensor) or scores.shape != (2, data.classes):
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ConfigError(
+            f"Model {config.model!r} must give one score for each of the {data.classes} classes: for two records "
+            f"(2, {data.classes}), and gives {got}."
+        )
+    return model
+
+
+def _optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    assert config.lr is not None
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=config.lr)
+    return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
+
+
+def _schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
+    if config.schedule == "constant":
+        return lambda _: 1.0
+    return lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+
+
+def _average(model: nn.Module, config: TrainConfig, data: Data) -> AveragedModel:
+    """A running mean of the weights whose decay grows to `ema`, so that the first weights are soon forgotten."""
+    assert config.ema is not None
+    decay = config.ema
+
+    def update(averaged: Any, current: Any, count: Any) -> None:
+        now = min(decay, (1 + float(count)) / (10 + float(count)))
+        torch._foreach_lerp_(averaged, current, 1 - now)
+
+    fresh = _model(config, data)  # not a copy of the model, which would copy the hooks too
+    fresh.load_state_dict(model.state_dict())
+    return AveragedModel(fresh, multi_avg_fn=update)

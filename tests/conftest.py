@@ -1,0 +1,51 @@
+"""What several test files share: the naive re-implementation that per-record gradients are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import settings
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+settings.register_profile("privet", deadline=None, derandomize=True, database=None, max_examples=25)
+settings.load_profile("privet")
+
+Losses = Callable[..., Tensor]
+"""(model, *batch) to a vector of losses."""
+
+
+def bumpy(output: Tensor) -> Tensor:
+    """A loss per record with a gradient that differs at every entry of the output."""
+    rows = output.flatten(1)
+    slope = torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype)
+    return (rows.sin() * slope + 0.1 * rows.square()).sum(1)
+
+
+def bumpy_losses(model: nn.Module, *batch: Any) -> Tensor:
+    return bumpy(model(*batch))
+
+
+def naive_gradients(model: nn.Module, losses: Losses, batch: tuple[Any, ...]) -> dict[str, Tensor]:
+    """(records, *shape) for each parameter: a loop over single records, by ordinary autograd."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    records = pytree.tree_leaves(batch)[0].shape[0]
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    for i in range(records):
+        single = pytree.tree_map(lambda x, i=i: x[i : i + 1], batch)
+        (loss,) = losses(model, *single)
+        loss.backward()
+        for name, p in parameters.items():
+            rows[name].append(torch.zeros_like(p) if p.grad is None else p.grad)
+            p.grad = None
+    return {name: torch.stack(found) for name, found in rows.items()}
+
+
+def naive_clipped_sum(gradients: dict[str, Tensor], clip: float, gamma: float | None = None) -> dict[str, Tensor]:
+    """Σ_i g_i·min(1, C/‖g_i‖), or Σ_i g_i·C/(‖g_i‖ + γ), in float64 over all the parameters given."""
+    flat = torch.cat([g.double().flatten(1) for g in gradients.values()], 1)
+    norms = flat.norm(dim=1)
+    factors = (clip / norms).clamp(max=1) if gamma is None else clip / (norms + gamma)
+    return {name: torch.einsum("n,n...->...", factors, g.double()) for name, g in gradients.items()}
