@@ -476,7 +476,11 @@ def _poisson_pld(sigma: float, rate: float, relation: Relation, h: float, count:
 
 
 def _self_compose(pld: Any, count: int) -> Any:
-    """pld.self_compose in stages: its bound on the tails is bad where the result is far longer than the input."""
+    """pld.self_compose, in stages of 4096.
+
+    In one, its bound on the tails is bad where the result is far longer than the input, and for a short ("sparse")
+    input it first computes the integer size**count, which never ends for a large count.
+    """
     if count < 2**16:
         return pld.self_compose(count)
     whole, rest = divmod(count, 2**12)
@@ -487,17 +491,13 @@ def _self_compose(pld: Any, count: int) -> Any:
 @lru_cache(maxsize=16)
 def _step_pld(sigma: float, rate: float, relation: Relation, h: float) -> Any:
     pld, neighbours = _dp().pld, _dp().neighbours
-    step = pld.from_gaussian_mechanism(
+    return pld.from_gaussian_mechanism(
         sigma,
         value_discretization_interval=h,
         sampling_prob=rate,
         # REPLACE_ONE sets (1-q)N(0) + qN(1) against (1-q)N(0) + qN(-1): the factor 2 is in there.
         neighboring_relation=neighbours[relation],
     )
-    # A short distribution is kept "sparse", and self_compose(T) of that begins with the integer size**T, which
-    # never ends for a large T. The dense form holds the same numbers.
-    remove, add = step._pmf_remove.to_dense_pmf(), step._pmf_add.to_dense_pmf()
-    return pld.PrivacyLossDistribution(remove, None if relation == "replace_one" else add)
 
 
 _ORDERS = (

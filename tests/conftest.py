@@ -33,6 +33,7 @@ def naive_gradients(model: nn.Module, losses: Losses, batch: tuple[Any, ...]) ->
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     records = pytree.tree_leaves(batch)[0].shape[0]
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    model.zero_grad()
     for i in range(records):
         single = pytree.tree_map(lambda x, i=i: x[i : i + 1], batch)
         (loss,) = losses(model, *single)

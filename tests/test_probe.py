@@ -78,10 +78,9 @@ COUPLED: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_losses_that_couple_records_are_refused(name: str) -> None:
-    run_before: list[Run] = []
     model = net()
     with pytest.raises(Refused, match=r"(another record|The loss of)") as refusal:
-        run_before.append(attempt(model, COUPLED[name]))
+        attempt(model, COUPLED[name])
     assert "check=False" in str(refusal.value)
     assert all(p.grad is None for p in model.parameters())
 
@@ -98,12 +97,10 @@ def test_dropout_does_not_hide_a_division_by_the_batch_size() -> None:
         attempt(net(nn.Dropout(0.3)), COUPLED["divided by the batch size"])
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False), nn.SyncBatchNorm(8)])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False)])
 def test_batch_norm_in_training_mode_is_refused_with_the_way_out(norm: nn.Module) -> None:
     model = net(norm)
     before = {name: b.clone() for name, b in model.named_buffers()}
-    if isinstance(norm, nn.SyncBatchNorm):
-        pytest.skip("needs a process group and a GPU")
     with pytest.raises(Refused, match=r"'1' \(BatchNorm1d\).*batchnorm_to_groupnorm.*eval\(\)"):
         attempt(model, entropy)
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())

@@ -111,7 +111,8 @@ def from_toml(path: Path) -> Layer:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"The configuration {path} is not TOML: {error}.") from error
+        why = str(error).replace("end of document", f"the end, line {len(text.splitlines())}")
+        raise ConfigError(f"The configuration {path} is not TOML: {why}.") from error
     return _layer(content, str(path))
 
 

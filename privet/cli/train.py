@@ -75,7 +75,9 @@ def _resumed(args: argparse.Namespace) -> TrainConfig:
 
     folder, given = Path(args.resume), from_command_line(args)
     free = {f.name for f in fields(TrainConfig) if f.metadata.get("resume")}
-    fixed = [flag(name) for name in given if name not in free] + ([args.config] if args.config else [])
+    options = [*given, *given.get("method_options", ())]
+    fixed = [flag(name) for name in options if name not in free | {"method_options"}]
+    fixed += [args.config] if args.config else []
     if fixed:
         raise ConfigError(f"A resumed run keeps its own configuration: leave out {', '.join(fixed)}.")
     if not (folder / "config.toml").is_file():
@@ -119,28 +121,26 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
 
     columns = (
         TextColumn("epoch {task.fields[epoch]}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} steps"),
+        BarColumn(20),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[facts]}"),
+        TextColumn("left  {task.fields[facts]}"),
     )
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", epoch="–", facts="", total=None)
+    bar = Bar(*columns, console=Console(stderr=True))
+    task = bar.add_task("training", epoch="", facts="")
 
-        def show(now: Progress) -> None:
-            facts = [
-                "" if now.accuracy is None else f"held-out accuracy {now.accuracy:.1%}",
-                "" if now.epsilon is None else f"epsilon so far {now.epsilon:.2f}",
-            ]
-            bar.update(
-                task,
-                completed=now.step,
-                total=now.steps,
-                epoch=f"{now.epoch}/{now.epochs}",
-                facts="  ".join(filter(None, facts)),
-            )
+    def show(now: Progress) -> None:
+        facts = [
+            "" if now.accuracy is None else f"held-out accuracy {now.accuracy:.1%}",
+            "" if now.epsilon is None else f"epsilon {now.epsilon:.2f}",
+        ]
+        told = {"epoch": f"{now.epoch}/{now.epochs}", "facts": "  ".join(filter(None, facts))}
+        bar.update(task, completed=now.step, total=now.steps, **told)
+        bar.start()
 
+    try:
         yield show
+    finally:
+        bar.stop()
 
 
 def _summary(result: Result) -> str:

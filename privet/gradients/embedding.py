@@ -25,8 +25,13 @@ class _Rows(PerRecord):
         self.squared_norms = delta.new_zeros(self.records).index_add_(0, self.owner, squares)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = self.rows.new_zeros(self.table)
+        self.accumulate(weights, total)
+        return total
+
+    def accumulate(self, weights: Tensor, total: Tensor) -> None:
         scaled = self.rows * weights[self.owner].unsqueeze(1)
-        return scaled.new_zeros(self.table).index_add_(0, self.token, scaled)
+        total.index_add_(0, self.token, scaled.to(total.dtype))
 
     def dense(self) -> Tensor:
         full = self.rows.new_zeros(self.records, *self.table)

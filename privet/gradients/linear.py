@@ -7,18 +7,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from .per_record import ROUNDING, Dense, PerRecord, row_squares, rule_for, wide
+from .per_record import ROUNDING, Dense, PerRecord, row_squares, rule_for, scratch, wide
 
 
 class _Outer(PerRecord):
     """One position per record: ∇W = δ zᵀ has norm ‖δ‖·‖z‖, so nothing is built."""
 
-    def __init__(self, z: Tensor, delta: Tensor) -> None:
+    def __init__(self, z: Tensor, delta: Tensor, delta_squares: Tensor) -> None:
         self.z, self.delta = z, delta
-        self.squared_norms = row_squares(z) * row_squares(delta)
+        self.squared_norms = row_squares(z) * delta_squares
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return (self.delta * weights.unsqueeze(1)).T @ self.z
+        scaled = torch.mul(self.delta, weights.unsqueeze(1), out=scratch().take(self.delta.shape, self.delta))
+        return scaled.T @ self.z
 
     def dense(self) -> Tensor:
         return self.delta.unsqueeze(2) * self.z.unsqueeze(1)
@@ -62,14 +63,16 @@ def linear(layer: nn.Linear, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord
     z, delta = wide(z), wide(delta)
     found: dict[str, PerRecord] = {}
     if z.dim() == 2:
-        found["weight"] = _Outer(z, delta)
-        found["bias"] = Dense.of(delta)
+        squares = row_squares(delta)
+        found["weight"] = _Outer(z, delta, squares)
+        found["bias"] = Dense.of(delta, squares)
         return found
     z, delta = z.flatten(1, -2), delta.flatten(1, -2)
     positions, wide_in, wide_out = z.shape[1], z.shape[2], delta.shape[2]
     if positions * (wide_in + wide_out) < wide_in * wide_out:
         found["weight"] = _Ghost(z, delta)
     else:
-        found["weight"] = Dense.of(torch.bmm(delta.mT, z))
+        rows = scratch().take((len(z), wide_out, wide_in), z)
+        found["weight"] = Dense.of(torch.bmm(delta.mT, z, out=rows))
     found["bias"] = Dense.of(delta.sum(1))
     return found

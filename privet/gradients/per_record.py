@@ -53,6 +53,10 @@ class PerRecord(ABC):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_i weights[i]·g_i, in the shape of the parameter."""
 
+    def accumulate(self, weights: Tensor, total: Tensor) -> None:
+        """Adds the weighted sum to `total`."""
+        total.add_(self.weighted_sum(weights))
+
     @abstractmethod
     def dense(self) -> Tensor:
         """All g_i as one tensor (records, *parameter's shape)."""
@@ -78,12 +82,14 @@ class Dense(PerRecord):
         )
 
     @classmethod
-    def of(cls, gradients: Tensor) -> Dense:
+    def of(cls, gradients: Tensor, squared_norms: Tensor | None = None) -> Dense:
         shape = gradients.shape[1:]
-        return cls(gradients.flatten(1).unsqueeze(0), lambda rows: rows[0].view(*rows.shape[1:-1], *shape))
+        rows = gradients.flatten(1).unsqueeze(0)
+        return cls(rows, lambda rows: rows[0].view(*rows.shape[1:-1], *shape), squared_norms)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self.shaped(weights.to(self.rows.dtype) @ self.rows)
+        weights = weights.to(self.rows.dtype)
+        return self.shaped(torch.stack([weights @ part for part in self.rows]))  # one by one: a product of all copies
 
     def dense(self) -> Tensor:
         return self.shaped(self.rows)

@@ -67,11 +67,12 @@ def _refuse_coupling_options(name: str, layer: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Use:
-    """One call of a layer: how many outputs carry gradients and, for layers without a rule, how it was called."""
+    """One call of a layer: its outputs' shapes and, for layers without a rule, how it was called."""
 
     recorder: Recorder
     unit: Unit
-    outputs: int
+    shapes: list[torch.Size]
+    """Of the outputs that carry gradients."""
     call: Call | None
 
 
@@ -84,7 +85,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, use: _Use, anchor: Tensor, *tensors: Tensor) -> Any:
-        outputs, inputs = tensors[: use.outputs], tensors[use.outputs :]
+        outputs, inputs = tensors[: len(use.shapes)], tensors[len(use.shapes) :]
         ctx.use = use
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -95,7 +96,8 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         inputs = ctx.saved_tensors
         if any(g is not None for g in gradients):
-            ctx.use.recorder._arrive(ctx.use, inputs, gradients)
+            deltas = [g if g is None else g.reshape(s) for g, s in zip(gradients, ctx.use.shapes, strict=True)]
+            ctx.use.recorder._arrive(ctx.use, inputs, deltas)
         passed = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)]
         return (None, None, *passed, *[None] * len(inputs))
 
@@ -197,19 +199,21 @@ class Recorder:
 
     def _tap(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
         if type(unit.layer) in RULES:
-            call, inputs, outputs = None, [args[0] if args else kwargs["input"]], [output]
+            call, inputs, outputs = None, [args[0] if args else kwargs["input"]], [_not_a_view(output)]
+            shapes = [output.shape]
         else:
             call = Call.of(args, kwargs)
             inputs = call.tensors(args, kwargs)
             # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
             outputs = [x.clone() for x in float_outputs(output)]
+            shapes = [x.shape for x in outputs]
         self.bytes_seen += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
-        use = _Use(self, unit, len(outputs), call)
+        use = _Use(self, unit, shapes, call)
         tapped = _Tap.apply(  # type: ignore[no-untyped-call]
             use, self._anchor, *outputs, *[x.detach() for x in inputs]
         )
         if call is None:
-            return tapped
+            return tapped if tapped.shape == output.shape else tapped.view(output.shape)
         fresh = iter(tapped if isinstance(tapped, tuple) else (tapped,))
         return pytree.tree_map(lambda x: next(fresh) if carries_gradient(x) else x, output)
 
@@ -264,6 +268,19 @@ class Recorder:
                 "cannot be told apart. Call the layer itself, move the use into a module that owns the parameter, "
                 "or freeze it; a penalty on weights belongs into the optimizer's weight_decay."
             )
+
+
+def _not_a_view(output: Tensor) -> Tensor:
+    """The memory of a layer's fresh output as a tensor of its own, to be viewed in the output's shape again.
+
+    A linear layer's output over several positions is a view of a matrix product, and autograd would copy gradients
+    back and forth for a view that is marked as changed.
+    """
+    base = output._base
+    if base is None:
+        return output
+    whole = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous() and base._base is None
+    return base if whole else output.clone()
 
 
 class _Added(PerRecord):

@@ -146,7 +146,7 @@ class _PerExampleSession(Session):
             clip = self.clips[group.name]
             factors = self.method.factors(squares[group.name], clip).masked_fill(lost, 0)
             for name, gradient in found[group.name].items():
-                group.views[name].add_(gradient.weighted_sum(factors))
+                gradient.accumulate(factors, group.views[name])
             if self.method.adaptive:
                 halves = torch.where(squares[group.name] <= clip**2, 0.5, -0.5).masked_fill(lost, 0)
                 self._below[group.name] += halves.sum()

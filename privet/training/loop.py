@@ -231,6 +231,7 @@ class _Training:
                 self.accuracy, self.loss = self._measure()
                 metrics.write(json.dumps(self._line(time.monotonic() - began)) + "\n")
                 metrics.flush()
+        self._save()  # should handing over fail, the steps need not be done and paid for again
         if self.accuracy is None or self.run.steps_done < self.run.plan.steps:
             self.accuracy, self.loss = self._measure()
         return "finished" if self.run.steps_done >= self.run.plan.steps else "budget"

@@ -1,0 +1,41 @@
+"""`privet bench`: what privacy costs in time and memory, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+NAME = "bench"
+HELP = "step time and memory against ordinary training"
+
+DEFAULT_BATCHES = {"mnist-cnn": 512, "cifar-cnn": 256, "mlp": 8192, "resnet18-gn": 64, "transformer": 32}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="mnist-cnn", help="one of %(choices)s", choices=list(DEFAULT_BATCHES))
+    parser.add_argument("--batch", type=int, help="records per step (default: a common one for the model)")
+    parser.add_argument("--method", default="per-example", help="which method (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=15, help="steps of each kind (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="threads for torch (default: its own choice)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    import torch  # noqa: PLC0415
+
+    from ..bench import Case, measure  # noqa: PLC0415
+    from ..methods import method  # noqa: PLC0415
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    case = Case(model=args.model, batch=args.batch or DEFAULT_BATCHES[args.model])
+    result = measure(case, method(args.method), repetitions=args.repetitions)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    print(f"{case.model}, batch {case.batch}, {args.method}, {result['threads']} threads")
+    print(f"  time    {result['ordinary_ms']:8.1f} ms → {result['private_ms']:8.1f} ms   ratio {result['ratio']:.2f}")
+    print(
+        f"  memory  {result['ordinary_mib']:8.0f} MiB → {result['private_mib']:7.0f} MiB  ratio {result['memory_ratio']:.2f}"
+    )
+    return 0

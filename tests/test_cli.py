@@ -1,0 +1,434 @@
+"""The command line: what scripts rely on, what people see, and what bad input gets."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+import privet.training.loop as training_loop
+from privet import Ledger, PerExample, checkpoint
+from privet.accounting import Mechanism
+from privet.cli import _options, main
+from privet.methods import METHODS, option, register
+from privet.training import TrainConfig
+
+# Unsampled steps are accounted by a closed form, which keeps these tests fast.
+FAST = ["--sampling", "partition", "--batch", "512", "--epochs", "2", "--threads", "1", "--quiet"]
+PLAN = ["plan", "--records", "60000", "--batch", "256", "--delta", "1e-5"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(list(args))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    code, out, err = run(capsys, *args, "--json")
+    assert code == 0, err
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """A sentence on standard error, exit code 2, and nothing written."""
+    before = sorted(Path().rglob("*"))
+    code, out, err = run(capsys, *args)
+    assert (code, out) == (2, "")
+    assert err.startswith("privet: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert sorted(Path().rglob("*")) == before
+    return err
+
+
+# plan
+
+
+def test_plan_finds_what_was_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = answer(capsys, *PLAN, "--steps", "14062", "--noise", "1.1")
+    assert cost["epsilon"] == pytest.approx(2.3817, abs=0.002) and cost["steps"] == 14062
+    noise = answer(capsys, *PLAN, "--steps", "14062", "--epsilon", "2")
+    assert 1.1 < noise["noise"] < 1.4 and 1.99 <= noise["epsilon"] <= 2
+    steps = answer(capsys, *PLAN, "--noise", "1.1", "--epsilon", "2")
+    assert 0 < steps["steps"] < 14062 and steps["epsilon"] <= 2
+    assert cost.keys() == noise.keys() == steps.keys()
+    assert {"epsilon", "delta", "noise", "steps", "epochs", "accountant", "trade_off"} <= cost.keys()
+
+
+def test_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *PLAN, "--epochs", "4", "--noise", "2", "--sampling", "partition")
+    assert code == 0 and "epsilon" in out and "1.0% false alarms, finds at most" in out
+
+
+def test_plan_says_inf_without_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, *PLAN, "--epochs", "4", "--noise", "0")["epsilon"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["--epsilon", "-1", "--steps", "5"], "epsilon"),
+        (["--epsilon", "1"], "two of three"),
+        (["--epsilon", "1", "--steps", "5", "--delta", "1"], "delta"),
+        (["--noise", "1", "--steps", "5", "--batch", "70000"], "batch"),
+        (["--noise", "1", "--steps", "x"], "--steps"),
+        (["--noise", "0.01", "--epsilon", "0.1"], "not a single step"),
+        (["--epsilon", "1e-3", "--steps", "500000", "--delta", "1e-30"], "noise"),
+    ],
+)
+def test_plan_refuses(capsys: pytest.CaptureFixture[str], args: list[str], names: str) -> None:
+    assert names in refused(capsys, *PLAN, *args)
+
+
+# train
+
+
+def test_train_with_json_prints_one_object_last(capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "train", *FAST)
+    assert {"accuracy", "epsilon", "delta", "steps", "noise_multiplier", "out"} <= result.keys()
+    assert result["out"] == "runs/digits-per-example-1" and result["interrupted"] is False
+    assert 2.9 < result["epsilon"] <= 3 and result["delta"] == 1e-5
+    assert Path("runs/digits.ledger").exists() and Path(result["out"], "model.safetensors").exists()
+    again = answer(capsys, "train", *FAST)
+    assert again["out"] == "runs/digits-per-example-2" and again["ledger_runs"] == 2
+    assert again["ledger_epsilon"] > 1.3 * again["epsilon"]
+
+
+def test_train_tells_people_what_was_protected_and_how(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "train", *FAST, "--noise-level", "exact")
+    assert code == 0
+    for words in ("held-out", "epsilon 2.9", "delta 1e-05", "whether it is in the data", "level exact", "partition",
+                  "runs/digits-per-example-1", "digits.ledger", "taken from the data"):  # fmt: skip
+        assert words in out
+    _, out, _ = run(capsys, "train", *FAST, "--noise-level", "seeded", "--seed", "7")
+    assert "privacy    none" in out
+
+
+def test_the_configuration_of_a_run_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
+    first = Path(answer(capsys, "train", *FAST, "--clip", "0.2", "--lr", "0.7", "--momentum", "0.5")["out"])
+    second = Path(answer(capsys, "train", str(first / "config.toml"), "--quiet")["out"])
+    assert first != second
+    assert (first / "config.toml").read_text() == (second / "config.toml").read_text()
+    assert tomllib.loads((first / "config.toml").read_text())["method"]["clip"] == 0.2
+
+
+def test_everything_on_the_command_line_can_stand_in_toml() -> None:
+    parser = argparse.ArgumentParser()
+    _options.add_train_options(parser)
+    words = {a.dest for a in parser._actions} - {"help"}
+    settable = {f.name for f in fields(TrainConfig)} | {f"method.{f.name}" for f in fields(PerExample)}
+    assert words <= settable and settable - words == {"bounds", "method_options", "model_options", "method.groups"}
+
+
+def test_command_line_over_file_over_preset_over_default() -> None:
+    preset = _options.preset("digits", "per-example")
+    file = {"lr": 0.25, "steps": 7, "method_options": {"clip": 0.3}}
+    chosen = _options.resolve({"lr": 0.125}, file)
+    assert chosen.lr == 0.125 and chosen.method_options["clip"] == 0.3
+    assert (chosen.steps, chosen.epochs) == (7, None)  # the preset's epochs give way
+    assert chosen.batch == preset["batch"] and chosen.seed == 0
+    other = _options.resolve({"optimizer": "adam", "model": "mnist-cnn"}, {})
+    assert other.lr is None and other.model_options == {}  # the preset's belonged to sgd and to the mlp
+    assert _options.resolve({"epsilon": 1.0, "noise": 2.0}, {}).epochs is None
+
+
+@pytest.mark.parametrize("data", ["digits", "mnist", "fashion-mnist", "cifar10", "own.csv"])
+def test_presets_are_valid(data: str) -> None:
+    assert _options.resolve({"data": data}).method_options["clip"] > 0
+
+
+@pytest.mark.parametrize(
+    ("toml", "names"),
+    [
+        ("lr = ", "line 1"),
+        ("\n\nlr = 1\nlr = 2", "line 4"),
+        ("learning_rate = 1", "learning_rate"),
+        ("batch = 'many'", "batch must be a whole number"),
+        ("batch = 2.5", "batch must be a whole number"),
+        ("batch = true", "batch must be a whole number"),
+        ("sampling = 'random'", "'poisson'"),
+        ("[method]\nname = 'per-example'\nclop = 1", "clop"),
+        ("[method]\nclip = 'x'", "clip must be a number or a table"),
+        ("[method]\nname = 'nonsense'", "nonsense"),
+        ("method = 3", "method"),
+        ("epochs = 2\nsteps = 3", "epochs or as steps"),
+        ("[bounds]\nage = 3", "bounds.age must be a list"),
+    ],
+)
+def test_bad_configurations_are_refused(capsys: pytest.CaptureFixture[str], toml: str, names: str) -> None:
+    Path("bad.toml").write_text(toml)
+    assert names in refused(capsys, "train", "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["--data", "nonsense"], "nonsense"),
+        (["--data", "table.csv"], "target"),
+        (["--data", "table.csv", "--target", "height"], "height"),
+        (["--data", "gone.csv", "--target", "height"], "gone.csv"),
+        (["--data", "mnist", "--data-dir", "."], "train-images-idx3-ubyte"),
+        (["--model", "nonsense"], "nonsense"),
+        (["--model", "nowhere:factory"], "nowhere"),
+        (["--method", "nonsense"], "nonsense"),
+        (["--epsilon", "0"], "epsilon"),
+        (["--epsilon", "-3"], "epsilon"),
+        (["--epsilon", "nan"], "epsilon"),
+        (["--delta", "1"], "delta"),
+        (["--delta", "0"], "delta"),
+        (["--batch", "2000"], "batch"),
+        (["--batch", "x"], "--batch must be a whole number"),
+        (["--epsilon", "1e-3", "--delta", "1e-30", "--sampling", "poisson", "--epochs", "100000"], "noise"),
+        (["--noise", "0.001", "--epsilon", "0.01"], "not a single step"),
+        (["--sampling", "fixed-size"], "relation"),
+        (["--out", "used"], "already holds a run"),
+        (["--out", "table.csv"], "table.csv"),
+        (["--out", "table.csv/run"], "table.csv"),
+        (["--ledger", "table.csv"], "table.csv"),
+        (["--ledger", "mnist.ledger"], "mnist"),
+        (["--resume", "used"], "--batch"),
+        (["missing.toml"], "missing.toml"),
+        (["--unknown"], "--unknown"),
+        (["--validation", "2"], "between 0 and 1"),
+    ],
+)
+def test_train_refuses(capsys: pytest.CaptureFixture[str], args: list[str], names: str) -> None:
+    Path("table.csv").write_text("age,ill\n" + "1,yes\n2,no\n" * 400)
+    Path("used").mkdir()
+    Path("used/config.toml").write_text("")
+    Ledger("mnist.ledger").close()
+    assert names in refused(capsys, "train", *FAST, *args)
+
+
+def test_resume_refuses_what_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("used").mkdir()
+    assert "nowhere" in refused(capsys, "train", "--resume", "nowhere")
+    assert "used" in refused(capsys, "train", "--resume", "used")
+    Path("used/config.toml").write_text("data = 'digits'")
+    assert "checkpoint" in refused(capsys, "train", "--resume", "used")
+    Path("used/checkpoint.pt").write_text("nonsense")
+    assert "damaged" in refused(capsys, "train", "--resume", "used")
+    assert "--clip" in refused(capsys, "train", "--resume", "used", "--clip", "3")
+
+
+def test_a_table_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("table.csv").write_text("age,ill\n" + "1,yes\n9,no\n" * 300)
+    args = ["--data", "table.csv", "--target", "ill", "--sampling", "partition", "--epochs", "2", "--quiet"]
+    result = answer(capsys, "train", *args, "--records", "480", "--out", "mine/one")
+    assert Path("mine/table.ledger").exists()
+    statement = json.loads(Path("mine/one/privacy.json").read_text())
+    assert statement["records"] == 480 and statement["records_are_public"] == "stated by the user"
+    assert result["delta"] == 1e-4
+    config = tomllib.loads(Path("mine/one/config.toml").read_text())
+    assert Path(config["data"]).is_absolute() and config["batch"] == 64
+
+
+@pytest.mark.parametrize("name", ["config.toml", "checkpoint.pt", "privacy.json"])
+def test_a_full_disk_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = checkpoint.write_whole
+
+    def full(path: Path, write: Any) -> None:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, write)
+
+    monkeypatch.setattr(checkpoint, "write_whole", full)
+    code, _, err = run(capsys, "train", *FAST)
+    assert code == 2 and err.startswith("privet: The disk is full")
+    assert Path("runs").exists() is (name == "privacy.json")  # by then there is something to resume
+
+
+# Methods
+
+
+@pytest.fixture
+def halved() -> Iterator[str]:
+    @register
+    @dataclass(frozen=True, kw_only=True)
+    class Halved(PerExample):
+        name = "halved"
+        summary = "for this test"
+        strength: float = option(0.5, "of the halving")
+        side: Literal["left", "right"] = option("left", "which half")
+
+    yield "halved"
+    del METHODS["halved"]
+
+
+def test_a_new_method_brings_its_options(capsys: pytest.CaptureFixture[str], halved: str) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["train", "--help"])
+    assert done.value.code == 0
+    assert "--strength" in capsys.readouterr().out
+    out = answer(capsys, "train", *FAST, "--method", halved, "--strength", "0.25", "--side", "right")["out"]
+    written = tomllib.loads(Path(out, "config.toml").read_text())["method"]
+    assert (written["name"], written["strength"], written["side"]) == (halved, 0.25, "right")
+    assert "strength" in refused(capsys, "train", *FAST, "--strength", "0.25")
+    assert "strength" in refused(capsys, "train", *FAST, "--method", halved, "--strength", "much")
+    assert "side" in refused(capsys, "train", *FAST, "--method", halved, "--side", "up")
+
+
+def test_options_of_the_method_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--clip-function", "automatic", "--no-adaptive", "--stability", "1"]
+    out = answer(capsys, "train", *FAST, *args)["out"]
+    statement = json.loads(Path(out, "privacy.json").read_text())["method"]
+    assert (statement["clip_function"], statement["adaptive"], statement["stability"]) == ("automatic", False, 1.0)
+    assert "adapt" in refused(capsys, "train", *FAST, *args, "--adaptive")
+
+
+def test_groups_stand_in_toml(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("groups.toml").write_text(
+        "[method]\nclip = {first = 0.1, rest = 0.05}\n[method.groups]\nfirst = ['1.*']\nrest = ['*']\n"
+    )
+    out = answer(capsys, "train", "groups.toml", *FAST)["out"]
+    groups = json.loads(Path(out, "privacy.json").read_text())["groups"]
+    assert {g["group"]: g["sensitivity"] for g in groups} == {"first": 0.1, "rest": 0.05}
+
+
+# budget
+
+
+def test_budget_adds_up_what_runs_cost_and_sets_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    cheap = Mechanism(kind="gaussian", noise_multiplier=4.0)
+    with Ledger("people.ledger") as ledger:
+        for name in ("first", "second"):
+            ledger.charge(ledger.open_run(name, cheap, budget=(2.0, 1e-6), note="per-example"), step=5, units=1)
+    result = answer(capsys, "budget", "people.ledger")
+    assert result["delta"] == 1e-6 and len(result["runs"]) == 2 and result["budget"] is None
+    assert result["runs"][0]["epsilon"] < result["epsilon"] < 2 * result["runs"][0]["epsilon"]
+    assert answer(capsys, "budget", "people.ledger", "--delta", "1e-3")["epsilon"] < result["epsilon"]
+    limited = answer(capsys, "budget", "people.ledger", "--epsilon", "5", "--delta", "1e-5")
+    assert limited["budget"] == {"epsilon": 5.0, "delta": 1e-5}
+    assert limited["remaining"] == pytest.approx(5 - limited["epsilon"])
+    assert "--force" in refused(capsys, "budget", "people.ledger", "--epsilon", "6", "--delta", "1e-5")
+    assert (
+        answer(capsys, "budget", "people.ledger", "--epsilon", "6", "--delta", "1e-5", "--force")["budget"]["epsilon"]
+        == 6
+    )
+    code, out, _ = run(capsys, "budget", "people.ledger")
+    assert code == 0 and "per-example" in out and "Budget: epsilon 6 at delta 1e-05" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["missing.ledger"], "missing.ledger"),
+        (["text.ledger"], "not a Privet ledger"),
+        (["new.ledger", "--epsilon", "1"], "--delta"),
+        (["new.ledger", "--epsilon", "0", "--delta", "1e-5"], "epsilon"),
+        (["new.ledger", "--epsilon", "1", "--delta", "2"], "delta"),
+        (["empty.ledger", "--delta", "2"], "delta"),
+    ],
+)
+def test_budget_refuses(capsys: pytest.CaptureFixture[str], args: list[str], names: str) -> None:
+    Path("text.ledger").write_text("this is a text and not a ledger " * 50)
+    Ledger("empty.ledger").close()
+    assert names in refused(capsys, "budget", *args)
+
+
+def test_a_spent_budget_ends_training_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs").mkdir()
+    assert run(capsys, "budget", "runs/digits.ledger", "--epsilon", "4", "--delta", "1e-5")[0] == 0
+    code, out, _ = run(capsys, "train", *FAST, "--epochs", "50", "--noise", "2")
+    assert code == 0 and "no further step fits into the budget" in out
+    assert "exceed the budget" in refused(capsys, "train", *FAST, "--epochs", "50", "--noise", "2")
+
+
+# Interruption
+
+
+def test_ctrl_c_stops_cleanly_and_resume_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = training_loop._Training._progress
+
+    def interrupt(self: Any) -> Any:
+        progress = real(self)
+        if progress.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return progress
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_loop._Training, "_progress", interrupt)
+        code, out, err = run(capsys, "train", *FAST, "--json", "--out", "stopped")
+    assert code == 130 and "privet train --resume stopped" in err
+    told = json.loads(out)
+    assert told["interrupted"] is True and told["steps"] == 4
+    before = Path("stopped/metrics.jsonl").read_text()
+    code, out, err = run(capsys, "train", "--resume", "stopped", "--json", "--quiet")
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 6 and json.loads(out)["epsilon"] <= 3
+    assert Path("stopped/metrics.jsonl").read_text().startswith(before)
+    (record,) = Ledger("digits.ledger").runs()
+    assert record.units == 2 and record.finished
+    assert "finished" in refused(capsys, "train", "--resume", "stopped")
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-m", "privet", *args], stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_signal_leaves_a_run_that_can_be_resumed(number: signal.Signals) -> None:
+    process = start("train", *FAST[:4], "--epochs", "100000", "--noise", "100", "--out", "run", "--json")
+    deadline = time.monotonic() + 60
+    while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "privet train --resume run" in err and "Traceback" not in err
+    told = json.loads(out)
+    state = checkpoint.read(Path("run/checkpoint.pt"))
+    assert told["interrupted"] and state["steps_done"] == told["steps"] == Ledger("digits.ledger").last_step(
+        state["run"]
+    )
+
+
+def test_a_reader_who_leaves_gets_no_traceback() -> None:
+    process = start(
+        *PLAN, "--epochs", "4", "--noise", "2", "--sampling", "partition", "--json", "--trade-off", "100000"
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read() and process.wait() == 1
+
+
+# The command itself
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, words in (
+        (["--help"], "train a model privately"),
+        (["--version"], "privet 0."),
+        (["plan", "--help"], "--noise"),
+        (["budget", "--help"], "LEDGER"),
+        (["train", "--help"], "--clip-function"),
+    ):
+        with pytest.raises(SystemExit) as done:
+            main(args)
+        assert done.value.code == 0 and words in capsys.readouterr().out
+    assert "COMMAND" in refused(capsys) and "nonsense" in refused(capsys, "nonsense")
