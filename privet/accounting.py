@@ -503,7 +503,7 @@ def _step_pld(sigma: float, rate: float, relation: Relation, h: float) -> Any:
 _ORDERS = (
     *(1 + x / 10 for x in range(1, 100)),
     *map(float, range(11, 64)),
-    *(64.0, 80.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 1024.0),
+    *(64.0, 80.0, 96.0, 128.0, 192.0, 257.0, 384.0, 512.0, 1024.0),  # fixed_size takes order² time up to 256
 )
 # Per unit. A tiny divergence is what remains of logarithms near 0, and dp-accounting takes one that rounding made
 # negative for epsilon 0.

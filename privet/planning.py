@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from .accounting import Mechanism, Relation, count_for, epsilon, noise_for
+from .accounting import Guarantee, Mechanism, Relation, count_for, epsilon, noise_for
 from .errors import ConfigError
 from .sampling import SamplingRule
 
@@ -59,9 +60,20 @@ class Plan:
     """Compositions of the mechanism that the steps cost."""
     limit: int | None
     """Compositions that the budget allows; None when no epsilon was set."""
-    epsilon: float
     delta: float
-    accountant: str
+
+    @cached_property
+    def guarantee(self) -> Guarantee:
+        """What all steps cost. Found when it is first asked for: the accountant is slow to load."""
+        return epsilon([(self.mechanism, self.units)], self.delta)
+
+    @property
+    def epsilon(self) -> float:
+        return self.guarantee.epsilon
+
+    @property
+    def accountant(self) -> str:
+        return self.guarantee.accountant
 
 
 def plan(
@@ -96,14 +108,4 @@ def plan(
             per_unit = sampling.steps_per_epoch(records) if sampling.units(2, records) == 1 else 1
             steps = limit * per_unit if steps is None else min(steps, limit * per_unit)
     assert steps is not None
-    units = sampling.units(steps, records)
-    guarantee = epsilon([(chosen, units)], budget.delta)
-    return Plan(
-        mechanism=chosen,
-        steps=steps,
-        units=units,
-        limit=limit,
-        epsilon=guarantee.epsilon,
-        delta=budget.delta,
-        accountant=guarantee.accountant,
-    )
+    return Plan(mechanism=chosen, steps=steps, units=sampling.units(steps, records), limit=limit, delta=budget.delta)

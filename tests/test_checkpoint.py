@@ -66,7 +66,8 @@ class Training:
                 for x, i in step:
                     self.met += i.tolist()
                     step.backward(F.cross_entropy(self.model(x), i % 3, reduction="none"))
-                self.released.append(torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]))
+                gradients = [p.grad.flatten() for p in self.model.parameters() if p.grad is not None]
+                self.released.append(torch.cat(gradients))
                 self.optimizer.step()
                 self.schedule.step()
                 if self.run.steps_done == stop:

@@ -147,6 +147,7 @@ def test_command_line_over_file_over_preset_over_default() -> None:
     other = _options.resolve({"optimizer": "adam", "model": "mnist-cnn"}, {})
     assert other.lr is None and other.model_options == {}  # the preset's belonged to sgd and to the mlp
     assert _options.resolve({"epsilon": 1.0, "noise": 2.0}, {}).epochs is None
+    assert _options.resolve({"preset": False}) == TrainConfig(preset=False)
 
 
 @pytest.mark.parametrize("data", ["digits", "mnist", "fashion-mnist", "cifar10", "own.csv"])

@@ -111,9 +111,7 @@ CONVS: list[type[nn.Module]] = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
 
 @settings(max_examples=120)
 @given(convolutions(), st.booleans(), seeds)
-def test_convolutions(
-    drawn: tuple[int, dict[str, Any], tuple[int, ...], int], channels_last: bool, seed: int
-) -> None:
+def test_convolutions(drawn: tuple[int, dict[str, Any], tuple[int, ...], int], channels_last: bool, seed: int) -> None:
     axes, options, space, records = drawn
     model = built(lambda: CONVS[axes - 1](**options), seed)
     x = rand(records, options["in_channels"], *space, seed=seed)
@@ -184,7 +182,8 @@ def test_group_norm(groups: int, each: int, space: list[int], affine: bool, seed
         agree(built(lambda: nn.GroupNorm(groups, groups * each), seed), x)
     else:
         scale = built(lambda: nn.Conv1d(groups * each, groups * each, 1), seed)
-        agree(nn.Sequential(scale, nn.GroupNorm(groups, groups * each, affine=False)), x.flatten(2) if space else x[..., None])
+        norm = nn.GroupNorm(groups, groups * each, affine=False)
+        agree(nn.Sequential(scale, norm), x.flatten(2) if space else x[..., None])
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])

@@ -129,7 +129,7 @@ def test_lengths_and_budgets_that_are_no_numbers_to_plan_with_are_refused(option
 
 
 def test_budgets_that_nothing_fits_into_are_refused() -> None:
-    with pytest.raises(ConfigError, match="not a single step fits into epsilon 0.01"):
+    with pytest.raises(ConfigError, match=r"not a single step fits into epsilon 0\.01"):
         plan(Budget(noise=0.3, epsilon=0.01, delta=1e-5), POISSON, records=RECORDS)
     with pytest.raises(ConfigError, match="not a single step"):
         plan(Budget(noise=0, epsilon=1, delta=1e-5), POISSON, records=RECORDS)

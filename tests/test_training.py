@@ -127,7 +127,10 @@ def test_stopping_leaves_a_run_that_goes_on_and_pays_for_each_step_once(tmp_path
     assert "model.safetensors" not in files(first.out)
     (units,) = [count for _, count in Ledger(first.ledger).spent()]
     assert units == 4
+    with (first.out / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 4, "acc')  # what a power cut may leave
     second = train(config(tmp_path, **options, ledger=str(first.ledger)), resume=first.out)
+    assert all(json.loads(line) for line in (first.out / "metrics.jsonl").read_text().splitlines())
     assert second.ended == "finished" and second.statement["steps"] == 6
     (record,) = Ledger(first.ledger).runs()
     assert record.units == 6 and record.finished

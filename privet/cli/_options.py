@@ -44,9 +44,11 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, Any] = {}
     for f in fields(TrainConfig):
         title = f.metadata["group"]
-        group = groups.setdefault(title, parser.add_argument_group(title)) if title not in groups else groups[title]
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         if _is_word(_hints(TrainConfig)[f.name]):
-            _add(group, f.name, _hints(TrainConfig)[f.name], _help(f), dest=f.name)
+            methods = "; ".join(f"{name}: {METHODS[name].summary}" for name in sorted(METHODS))
+            about = f"{methods} " if f.name == "method" else ""
+            _add(group, f.name, _hints(TrainConfig)[f.name], about + _help(f), dest=f.name)
     group = parser.add_argument_group("options of the method")
     for name, owners in _method_options().items():
         hints = [_hints(METHODS[owner])[name] for owner in owners]
@@ -79,11 +81,12 @@ def _add(group: Any, name: str, hint: Any, help: str, *, dest: str) -> None:
 
 
 def _help(f: Field[Any]) -> str:
-    help: str = f.metadata.get("help", "")
-    if f.default is None or f.default is False:
-        return f"{help} (default: preset)" if f.metadata.get("preset") else help
-    default = f"{f.default:g}" if isinstance(f.default, float) else f.default
-    return f"{help} (default: {'preset, else ' if f.metadata.get('preset') else ''}{default})"
+    """The option's sentence and what holds if it is not given."""
+    default = f.metadata.get("otherwise") or ("" if f.default in (None, False) else f.default)
+    default = f"{default:g}" if isinstance(default, float) else str(default)
+    if f.metadata.get("preset"):
+        default = f"preset, else {default}" if default else "preset"
+    return f"{f.metadata.get('help', '')}{f' (default: {default})' if default else ''}"
 
 
 def _method_options() -> dict[str, list[str]]:
@@ -157,7 +160,8 @@ def resolve(*layers: Layer) -> TrainConfig:
     method = given.get("method", _field(TrainConfig, "method").default)
     if method not in METHODS:
         raise ConfigError(f"There is no method '{method}'. There are: {', '.join(sorted(METHODS))}.")
-    base = preset(given.get("data", _field(TrainConfig, "data").default), method) | {"method": method}
+    data = given.get("data", _field(TrainConfig, "data").default)
+    base = (preset(data, method) if given.get("preset", True) else {}) | {"method": method}
     if "epsilon" in given and "noise" in given:  # then the length is what is asked for
         base = {key: value for key, value in base.items() if key not in ("epochs", "steps")}
     chosen = _over(given, base)

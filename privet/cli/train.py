@@ -133,14 +133,15 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
             "" if now.accuracy is None else f"held-out accuracy {now.accuracy:.1%}",
             "" if now.epsilon is None else f"epsilon {now.epsilon:.2f}",
         ]
-        told = {"epoch": f"{now.epoch}/{now.epochs}", "facts": "  ".join(filter(None, facts))}
-        bar.update(task, completed=now.step, total=now.steps, **told)
+        epoch = f"{now.epoch}/{now.epochs}"
+        bar.update(task, completed=now.step, total=now.steps, epoch=epoch, facts="  ".join(filter(None, facts)))
         bar.start()
 
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _summary(result: Result) -> str:

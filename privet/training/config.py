@@ -19,8 +19,8 @@ _LEARNING_RATES = {"sgd": 0.5, "adam": 0.002}
 
 
 def _option(default: Any, group: str, help: str, **more: Any) -> Any:
-    """An option of a training. `more`: preset (presets may set it), run (False: it does not belong to the run's
-    config.toml), resume (it may be given anew on resuming)."""
+    """An option of a training. `more`: otherwise (what None stands for), preset (presets may set it), run (False: it
+    does not belong to the run's config.toml), resume (it may be given anew on resuming)."""
     start: Any = {"default_factory": dict} if default == {} else {"default": default}
     return field(metadata={"group": group, "help": help, **more}, **start)
 
@@ -48,16 +48,20 @@ class TrainConfig:
         None, _DATA, "public number of training records; if not stated, it is counted in the data and counts as public"
     )
 
+    preset: bool = _option(True, _DATA, "whether presets fill in what is not given")
+
     method: str = _option("per-example", _BUDGET, "how the gradient is bounded")
     method_options: Mapping[str, Any] = _option({}, _BUDGET, "options of the method", preset=True)
-    epsilon: float | None = _option(None, _BUDGET, "what the run may cost; 3 unless --noise is given")
+    epsilon: float | None = _option(None, _BUDGET, "what the run may cost", otherwise="3, or what --noise leads to")
     delta: float | None = _option(
-        None, _BUDGET, "delta of the guarantee; else a power of ten at most 1/(10 records)", preset=True
+        None, _BUDGET, "delta of the guarantee", otherwise="a power of ten at most 1/(10 records)", preset=True
     )
-    noise: float | None = _option(None, _BUDGET, "noise multiplier; found from epsilon and the length if not given")
-    epochs: float | None = _option(None, _BUDGET, "length in epochs; else 30", preset=True)
+    noise: float | None = _option(None, _BUDGET, "noise multiplier", otherwise="what epsilon and the length ask for")
+    epochs: float | None = _option(None, _BUDGET, "length in epochs", otherwise="30", preset=True)
     steps: int | None = _option(None, _BUDGET, "length in steps, in place of epochs", preset=True)
-    batch: int | None = _option(None, _BUDGET, "expected number of records in a step; else about a tenth", preset=True)
+    batch: int | None = _option(
+        None, _BUDGET, "expected number of records in a step", otherwise="about a tenth", preset=True
+    )
     sampling: Literal["poisson", "fixed-size", "partition"] = _option(
         "poisson", _BUDGET, "how the records of a step are drawn"
     )
@@ -71,7 +75,7 @@ class TrainConfig:
     )
     model_options: Mapping[str, Any] = _option({}, _MODEL, "options of the model", preset=True)
     optimizer: Literal["sgd", "adam"] = _option("sgd", _MODEL, "optimizer", preset=True)
-    lr: float | None = _option(None, _MODEL, "learning rate; else 0.5 (sgd) or 0.002 (adam)", preset=True)
+    lr: float | None = _option(None, _MODEL, "learning rate", otherwise="0.5 (sgd) or 0.002 (adam)", preset=True)
     momentum: float = _option(0.9, _MODEL, "momentum of sgd", preset=True)
     schedule: Literal["constant", "cosine"] = _option("constant", _MODEL, "learning rate over time", preset=True)
     ema: float | None = _option(
@@ -80,15 +84,17 @@ class TrainConfig:
     seed: int = _option(0, _MODEL, "of the initial weights and of how records are held out, never of the noise")
 
     physical_batch: int | None = _option(
-        None, _COMPUTE, "records that go through the model at once; else what fits in memory", resume=True
+        None, _COMPUTE, "records that go through the model at once", otherwise="what fits in memory", resume=True
     )
     workers: int = _option(0, _COMPUTE, "processes that load data", resume=True)
     precision: Literal["float32", "bf16"] = _option("float32", _COMPUTE, "of the forward and backward pass")
     threads: int | None = _option(None, _COMPUTE, "threads for torch", resume=True)
     checkpoint_every: float = _option(30.0, _COMPUTE, "seconds between checkpoints", resume=True)
 
-    out: str | None = _option(None, _OUTPUT, "folder of the run; else runs/DATA-METHOD-NUMBER", run=False)
-    ledger: str | None = _option(None, _OUTPUT, "the data set's ledger; else DATA.ledger beside the run's folder")
+    out: str | None = _option(None, _OUTPUT, "folder of the run", otherwise="runs/DATA-METHOD-NUMBER", run=False)
+    ledger: str | None = _option(
+        None, _OUTPUT, "the data set's ledger", otherwise="DATA.ledger beside the run's folder"
+    )
     quiet: bool = _option(False, _OUTPUT, "no progress bar", run=False, resume=True)
     json: bool = _option(False, _OUTPUT, "print one JSON object", run=False, resume=True)
 
@@ -111,6 +117,7 @@ class TrainConfig:
             known[part] = {"name": known[part], **known.pop(f"{part}_options")}
         tables = {k: _plain(v) for k, v in known.items() if isinstance(v, Mapping)}
         values = {k: v for k, v in known.items() if v is not None and k not in tables}
+        values["preset"] = False  # all is said; a later version may have other presets
         return "# Repeats this run: privet train config.toml\n" + tomli_w.dumps(values | tables)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import checkpoint
 from ..data import SETS, Data
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, LedgerError
 from ..ledger import Ledger
 from .config import TrainConfig
 
@@ -27,8 +27,10 @@ class Place:
     def __init__(self, config: TrainConfig, data: Data, resume: str | Path | None) -> None:
         self.run_id: str | None = None
         self._ledger: Ledger | None = None
+        self._new_ledger = False
         self._made: list[Path] = []
         self._stem = data.name if data.name in SETS else Path(data.name).stem
+        self._numbered = resume is None and config.out is None
         if resume is not None:
             self.folder = Path(resume)
             if (self.folder / "model.safetensors").exists():
@@ -36,10 +38,9 @@ class Place:
             self.run_id = str(checkpoint.read(self.folder / "checkpoint.pt").get("run"))
         elif config.out is not None:
             self.folder = Path(config.out)
-        else:
-            self.folder = _free_folder(Path("runs"), f"{self._stem}-{config.method}")
-        if resume is None:
             _refuse_used(self.folder)
+        else:
+            self.folder = Path("runs", f"{self._stem}-{config.method}-1")
 
     def open_ledger(self, config: TrainConfig, data: Data) -> Ledger:
         path = self.folder.parent / f"{self._stem}.ledger" if config.ledger is None else Path(config.ledger)
@@ -55,46 +56,49 @@ class Place:
         else:
             # A resumed run's ledger must be there: a new one would not know what was spent since the checkpoint.
             ledger = Ledger(path, dataset=data.name, create=self.run_id is None)
-        self._ledger = ledger
-        if not existed:
-            self._made.append(path)
+        self._ledger, self._new_ledger = ledger, not existed
         return ledger
 
     def write_start(self, config: TrainConfig) -> None:
-        if self.run_id is None:
-            self._make_folder(self.folder)
-            self._made += [self.folder / name for name in _RUN_FILES]
-            text = config.to_toml().encode()
-            checkpoint.write_whole(self.folder / "config.toml", lambda file: file.write(text))
+        """Takes the folder and writes how to repeat the run; a resumed run has both."""
+        if self.run_id is not None:
+            return
+        while not self._make_folder(self.folder) and self._numbered:
+            stem, _, number = self.folder.name.rpartition("-")
+            self.folder = self.folder.with_name(f"{stem}-{int(number) + 1}")
+        _refuse_used(self.folder)  # again: planning took a while, in which another process may have come here
+        self._made += [self.folder / name for name in _RUN_FILES]
+        text = config.to_toml().encode()
+        checkpoint.write_whole(self.folder / "config.toml", lambda file: file.write(text))
 
-    def _make_folder(self, folder: Path) -> None:
-        missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    def _make_folder(self, folder: Path) -> bool:
+        """Whether the folder was made here and now: of two processes that try, one gets it."""
+        if folder.parent != folder and not folder.parent.exists():
+            self._make_folder(folder.parent)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
         except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"{folder} cannot be made a folder: there is a file in its place.") from error
-        self._made += reversed(missing)
+            if not folder.is_dir():
+                raise ConfigError(f"{folder} cannot be made a folder: there is a file in its place.") from error
+            return False
+        self._made.append(folder)
+        return True
 
     def take_back(self) -> None:
-        unspent = self._ledger is not None and not self._ledger.spent()
-        self.close()
+        """Removes what this call made: nothing was released, and nothing was paid."""
+        if self._ledger is not None and self._new_ledger:
+            with suppress(OSError, LedgerError):
+                unused = not self._ledger.spent() and len(self._ledger.runs()) <= 1
+                self._ledger.close()
+                if unused:
+                    self._ledger.path.unlink()
         for path in reversed(self._made):
             with suppress(OSError):  # a folder that holds other things stays
-                if path.is_dir():
-                    path.rmdir()
-                elif path.suffix != ".ledger" or unspent:
-                    path.unlink()
+                path.rmdir() if path.is_dir() else path.unlink()
 
     def close(self) -> None:
         if self._ledger is not None:
             self._ledger.close()
-
-
-def _free_folder(parent: Path, stem: str) -> Path:
-    number = 1
-    while (parent / f"{stem}-{number}").exists():
-        number += 1
-    return parent / f"{stem}-{number}"
 
 
 def _refuse_used(folder: Path) -> None:
@@ -105,6 +109,14 @@ def _refuse_used(folder: Path) -> None:
             f"{folder} already holds a run. Name another folder with --out, or go on with it: "
             f"privet train --resume {folder}"
         )
+
+
+def drop_half_line(path: Path) -> None:
+    """What a crash or a full disk may have left at the end of the metrics."""
+    content = path.read_bytes() if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        checkpoint.write_whole(path, lambda file: file.write(whole))
 
 
 def hand_over(folder: Path, statement: Mapping[str, Any], model: nn.Module, about: Mapping[str, str]) -> None:

@@ -27,7 +27,7 @@ from ..planning import Budget
 from ..run import Run
 from ..sampling import FixedSize, Partition, Poisson, SamplingRule
 from .config import TrainConfig, settle
-from .folder import Place, hand_over
+from .folder import Place, drop_half_line, hand_over
 
 SAMPLING: dict[str, type[SamplingRule]] = {"poisson": Poisson, "fixed-size": FixedSize, "partition": Partition}
 _EVALUATION_BATCH = 1024
@@ -213,6 +213,7 @@ class _Training:
         path = self.folder / "checkpoint.pt"
         if resume:
             self.run.load(path, **self.stateful)
+            drop_half_line(self.folder / "metrics.jsonl")
         else:
             self.run.save(path, **self.stateful)
         self.saved = time.monotonic()
