@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import SimpleNamespace
@@ -194,18 +194,6 @@ def gdp_clt_estimate(mechanism: Mechanism, count: int, delta: float) -> float:
     ok = mechanism.kind == "poisson" and mechanism.relation == "add_remove"
     _require(ok, "The central-limit estimate is for Poisson samples under add_remove.")
     return _Gdp(_clt_mu(mechanism) * math.sqrt(count)).epsilon(delta)
-
-
-def combined_multiplier(ratios: Iterable[float]) -> float:
-    """The one multiplier of several groups noised from one sample, given Δ_g/s_g of each: (Σ r²)^(-1/2).
-
-    >>> combined_multiplier([0.5, 0.5, 0.5, 0.5])
-    1.0
-    """
-    rs = [float(r) for r in ratios]
-    _require(all(r >= 0 for r in rs), f"ratios={rs} must be zero or positive.")
-    norm = math.hypot(*rs)
-    return 1 / norm if norm > 0 else math.inf
 
 
 def noise_for(mechanism: Mechanism, count: int, epsilon: float, delta: float, *, before: Spent = ()) -> float:

@@ -35,6 +35,13 @@ _COPIES = 4
 """What a forward pass keeps is met again as gradients and temporaries: this many times over, all in all."""
 
 
+_STATUS = {
+    "seeded": "no guarantee: the noise can be reproduced from a seed",
+    "system": "a proven upper bound for ideal Gaussian noise; precision attacks are mitigated, not proven away",
+    "exact": "a proven upper bound for the discrete Gaussian noise that was added",
+}
+
+
 class Run:
     """Makes an ordinary training loop private.
 
@@ -263,7 +270,7 @@ class Run:
             "epsilon": spent.epsilon,
             "delta": spent.delta,
             "accountant": spent.accountant,
-            "proven": self.source.level != "seeded",
+            "epsilon_is": _STATUS[self.source.level],
             "tight": spent.tight,
             "method": {"name": self.method.name, **asdict_public(self.method)},
             "sampling": {"rule": type(self.sampling).__name__, **asdict(self.sampling)},

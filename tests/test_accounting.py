@@ -22,7 +22,6 @@ from privet import accounting
 from privet.accounting import (
     MAX_COUNT,
     Mechanism,
-    combined_multiplier,
     count_for,
     delta,
     epsilon,
@@ -274,11 +273,6 @@ def test_pld_and_renyi_units_split_delta():
     assert np.all(trade_off(spent, [0.1, 0.5]) <= trade_off(spent[:1], [0.1, 0.5]))
     # Renyi alone where it can do both.
     assert epsilon([(gaussian(2, relation="replace_one"), 1), (fixed_size(1), 50)], DELTA).accountant == "rdp"
-
-
-def test_combined_multiplier():
-    assert combined_multiplier([1 / 3, 1 / 4]) == pytest.approx(1 / math.sqrt(1 / 9 + 1 / 16))
-    assert combined_multiplier([0, 0]) == combined_multiplier([]) == math.inf
 
 
 # --- the trade-off curve ---

@@ -201,6 +201,13 @@ def test_nobody_is_told_how_many_records_were_not_finite() -> None:
     assert query.total.item() == pytest.approx(2 * 0.5)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_record_with_a_finite_gradient_of_a_loss_that_is_not_finite_adds_nothing(bad: float) -> None:
+    model, x = network(), images(2)
+    queries = bounded(PerExample(), model, (x,), losses=lambda m, x: bumpy_losses(m, x) + torch.tensor([0.0, bad]))
+    close(sums(queries), sums(bounded(PerExample(), model, (x[:1],))))
+
+
 # The adaptive threshold
 
 

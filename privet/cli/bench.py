@@ -35,7 +35,6 @@ def main(args: argparse.Namespace) -> int:
         return 0
     print(f"{case.model}, batch {case.batch}, {args.method}, {result['threads']} threads")
     print(f"  time    {result['ordinary_ms']:8.1f} ms → {result['private_ms']:8.1f} ms   ratio {result['ratio']:.2f}")
-    print(
-        f"  memory  {result['ordinary_mib']:8.0f} MiB → {result['private_mib']:7.0f} MiB  ratio {result['memory_ratio']:.2f}"
-    )
+    memory = f"{result['ordinary_mib']:8.0f} MiB → {result['private_mib']:7.0f} MiB"
+    print(f"  memory  {memory}  ratio {result['memory_ratio']:.2f}")
     return 0
