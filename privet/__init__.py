@@ -1,24 +1,64 @@
 """Privet: train PyTorch models on sensitive records with differential privacy that you can check."""
 
-from .errors import (
-    BudgetExceeded,
-    CheckpointError,
-    ConfigError,
-    LedgerError,
-    PrivetError,
-    Refused,
-)
-from .ledger import Ledger
-from .methods import Method, method
-from .methods.per_example import PerExample
-from .planning import Budget, Plan, plan
-from .run import Run
-from .sampling import FixedSize, Partition, Poisson
-from .step import Release, Step
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .errors import BudgetExceeded, CheckpointError, ConfigError, LedgerError, PrivetError, Refused
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+    from .methods import Method, method
+    from .methods.per_example import PerExample
+    from .planning import Budget, Plan, plan
+    from .run import Run
+    from .sampling import FixedSize, Partition, Poisson
+    from .step import Release, Step
 
 __version__ = "0.1.0"
 
+# Where each public name lives. Modules are loaded when a name is first used, as torch takes seconds.
+_HOMES = {
+    "Ledger": ".ledger",
+    "Method": ".methods",
+    "method": ".methods",
+    "PerExample": ".methods.per_example",
+    "Budget": ".planning",
+    "Plan": ".planning",
+    "plan": ".planning",
+    "Run": ".run",
+    "FixedSize": ".sampling",
+    "Partition": ".sampling",
+    "Poisson": ".sampling",
+    "Release": ".step",
+    "Step": ".step",
+}
+
 __all__ = [
-    "Budget", "BudgetExceeded", "CheckpointError", "ConfigError", "FixedSize", "Ledger", "LedgerError", "Method",
-    "Partition", "PerExample", "Plan", "Poisson", "PrivetError", "Refused", "Release", "Run", "Step", "method", "plan",
-]  # fmt: skip
+    "Budget",
+    "BudgetExceeded",
+    "CheckpointError",
+    "ConfigError",
+    "FixedSize",
+    "Ledger",
+    "LedgerError",
+    "Method",
+    "Partition",
+    "PerExample",
+    "Plan",
+    "Poisson",
+    "PrivetError",
+    "Refused",
+    "Release",
+    "Run",
+    "Step",
+    "method",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module 'privet' has no attribute {name!r}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -33,17 +33,17 @@ def save(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
     write_whole(path, lambda file: torch.save(content, file))
 
 
-def write_whole(path: Path, write: Any) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes beside the target and renames: a crash or a full disk leaves the old file, or none, but never half."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with draft.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        Path(name).replace(path)
+        draft.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from .accounting import Guarantee, Mechanism, Relation, count_for, epsilon, noise_for
 from .errors import ConfigError
 from .sampling import SamplingRule
+
+_LARGEST_NOISE = 1e6
+_SMALLEST_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,14 @@ def plan(
     if budget.noise is None:
         assert steps is not None and budget.epsilon is not None
         limit = sampling.units(steps, records)
-        chosen = mechanism(noise_for(mechanism(1.0), limit, budget.epsilon, budget.delta))
+        hopeless = budget.epsilon < _SMALLEST_EPSILON
+        noise = math.inf if hopeless else noise_for(mechanism(1.0), limit, budget.epsilon, budget.delta)
+        if not noise <= _LARGEST_NOISE:
+            raise ConfigError(
+                f"No usable noise meets epsilon {budget.epsilon:g} at delta {budget.delta:g} over {steps} steps: its "
+                f"multiplier would be above {_LARGEST_NOISE:g}. Raise epsilon or shorten the run."
+            )
+        chosen = mechanism(noise)
     else:
         chosen = mechanism(budget.noise)
         if budget.epsilon is not None:

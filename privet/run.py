@@ -91,6 +91,8 @@ class Run:
         run_id: str | None = None,
     ) -> None:
         self.size = _length(dataset)
+        if records is not None and records < 1:
+            raise ConfigError(f"records must be at least 1, and is {records!r}.")
         self.records, self.records_stated = records or self.size, records is not None
         if physical_batch != "auto" and physical_batch < 1:
             raise ConfigError(f"physical_batch must be at least 1 or 'auto', and is {physical_batch!r}.")
@@ -112,11 +114,11 @@ class Run:
             allocation=method.allocation,
             post=tuple(post),
         )
+        setting = Setting(batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation)
+        self.session = method.open(model, setting)
         self._ledger, self._own_ledger = _open(ledger)
         self._entry = self._open_entry()
         self.units_spent = self._recorded_units()
-        setting = Setting(batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation)
-        self.session = method.open(model, setting)
         self._checking = check
         self._probe = self._make_probe() if check and method.records_must_be_independent else None
         self._optimizers = _OptimizerGuard(model)

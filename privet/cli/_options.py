@@ -16,10 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..accounting import Relation
 from ..errors import ConfigError
 from ..methods import METHODS
-from ..noise import Allocation
 from ..training import TrainConfig
 
 Layer = dict[str, Any]
@@ -195,8 +193,7 @@ def _checked_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _hints(owner: Any) -> dict[str, Any]:
-    only_for_checkers = {"Allocation": Allocation, "Relation": Relation}  # names that a base class imports so
-    hints = get_type_hints(owner, localns=only_for_checkers)
+    hints = get_type_hints(owner)
     return {f.name: hints[f.name] for f in fields(owner)}
 
 

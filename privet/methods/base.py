@@ -12,18 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..accounting import Relation
 from ..errors import ConfigError, Refused
-
-if TYPE_CHECKING:
-    from ..accounting import Relation
-    from ..noise import Allocation
-    from ..sampling import Sample
+from ..noise import Allocation
+from ..sampling import Sample
 
 METHODS: dict[str, type[Method]] = {}
 """All methods by the name that the command line knows them under."""
