@@ -59,6 +59,12 @@ def ranked(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return losses * (losses >= losses.median())
 
 
+def straight_through(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Only the gradients are mixed: no value changes with another record."""
+    losses = entropy(model, x, y)
+    return losses + losses.sum() - losses.sum().detach()
+
+
 COUPLED: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "inputs centred over the batch": lambda m, x, y: entropy(m, x - x.mean(0), y),
     "outputs centred over the batch": lambda m, x, y: F.cross_entropy(m(x) - m(x).mean(0), y, reduction="none"),
@@ -72,6 +78,7 @@ COUPLED: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "hard examples": ranked,
     "rolled": lambda m, x, y: entropy(m, x, y).roll(1),
     "flipped": lambda m, x, y: entropy(m, x.flip(0), y),
+    "straight through": straight_through,
     "sorted": lambda m, x, y: entropy(m, x, y).sort().values,
 }  # fmt: skip
 
