@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import gram_product
-from .per_record import Dense, PerRecord, row_squares, rule_for, scratch, wide
+from .per_record import Dense, PerRecord, rule_for, scratch, wide
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -73,43 +73,64 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
     grid = [padded[0], space_out[1]] if by_rows else space_out
     positions, width = math.prod(space_out), math.prod(unrolled) * channels_in
 
-    rows = scratch().take((parts, records * groups, channels_out // groups, width), z)
-    squares = z.new_zeros(records)
-    delta = _by_group(delta, groups)
     block = max(1, min(records, _BLOCK // (groups * math.prod(grid) * width)))
     block = min(records, -(-block // torch.get_num_threads()) * torch.get_num_threads())
-    framed = scratch().take((block, *padded, layer.in_channels), z).zero_()
-    inside = framed[(slice(None), *[slice(b, b + n) for n, (b, _) in zip(z.shape[2:], padding, strict=True)])]
-    taps = list(zip(dilation, framed.stride()[1:-1], strict=True))[-len(unrolled) :]
-    views = framed.as_strided(
-        (block, groups, *grid, *unrolled, channels_in),
-        (
-            framed.stride(0),
-            channels_in,
-            *[step * n for step, n in zip(layer.stride, framed.stride()[1:-1], strict=True)],
-            *[step * n for step, n in taps],
-            1,
-        ),
-    )
+    framed = _Frame(z, padding, block)
+    along = framed.strides[1:-1]
     patches = scratch().take((block * groups, math.prod(grid), width), z)
-    for start in range(0, records, block):
-        stop = min(start + block, records)
-        count = (stop - start) * groups
-        inside[: stop - start].copy_(z[start:stop].movedim(1, -1))
-        patches[:count].view(stop - start, *views.shape[1:]).copy_(views[: stop - start])
-        left = delta[start * groups : stop * groups]
-        for part in range(parts):
+    rows = scratch().take((parts, records * groups, channels_out // groups, width), z)
+    blocks = zip(
+        torch.split(z, block),
+        torch.split(_by_group(delta, groups), block * groups),
+        *[torch.split(part, block * groups) for part in rows],
+        strict=True,
+    )
+    for image, right, *outs in blocks:
+        inside = framed.fill(image).as_strided(
+            (len(image), groups, *grid, *unrolled, channels_in),
+            (
+                framed.strides[0],
+                channels_in,
+                *[step * n for step, n in zip(layer.stride, along, strict=True)],
+                *[step * n for step, n in zip(dilation, along, strict=True)][-len(unrolled) :],
+                1,
+            ),
+        )
+        patch = patches[: len(right)]
+        patch.view(inside.shape).copy_(inside)
+        for part, out in enumerate(outs):
             first = part * dilation[0] * space_out[-1] if by_rows else 0
-            out = rows[part, start * groups : stop * groups]
-            torch.bmm(left, patches[:count, first : first + positions], out=out)
-            squares[start:stop] += row_squares(out.view(stop - start, -1))
+            torch.bmm(right, patch[:, first : first + positions], out=out)
 
     def shaped(rows: Tensor) -> Tensor:
         """(parts, …, size) to (…, channels out, channels in of a group, *kernel)."""
         rows = rows.view(*rows.shape[:-1], channels_out, *unrolled, channels_in).movedim(-1, -1 - len(unrolled))
         return rows.movedim(0, -1 - len(unrolled)) if by_rows else rows[0]
 
-    return Dense(rows.view(parts, records, -1), shaped, squares)
+    return Dense(rows.view(parts, records, -1), shaped)
+
+
+class _Frame:
+    """A block of records at a time with channels last and zeros around; the records themselves where that is so."""
+
+    def __init__(self, z: Tensor, padding: list[tuple[int, int]], block: int) -> None:
+        last = z.movedim(1, -1)
+        self._space: Tensor | None = None
+        self.strides = last.stride()
+        if last.is_contiguous() and not any(before or after for before, after in padding):
+            return
+        padded = [n + before + after for n, (before, after) in zip(z.shape[2:], padding, strict=True)]
+        self._space = scratch().take((block, *padded, z.shape[1]), z).zero_()
+        self._inside = tuple(slice(b, b + n) for n, (b, _) in zip(z.shape[2:], padding, strict=True))
+        self.strides = self._space.stride()
+
+    def fill(self, image: Tensor) -> Tensor:
+        image = image.movedim(1, -1)
+        if self._space is None:
+            return image
+        space = self._space[: len(image)]
+        space[(slice(None), *self._inside)] = image
+        return space
 
 
 def _by_group(delta: Tensor, groups: int) -> Tensor:
