@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 _FORMAT = "privet checkpoint 1"
+_KEYS = {"run", "steps_done", "epoch_key", "spent", "session", "model", "stateful"}
 
 
 def save(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
@@ -30,6 +32,8 @@ def save(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
         "model": run.model.state_dict(),
         "stateful": {name: thing.state_dict() for name, thing in stateful.items()},
     }
+    if not path.parent.is_dir():
+        raise CheckpointError(f"The folder of {path} does not exist: make it first.")
     write_whole(path, lambda file: torch.save(content, file))
 
 
@@ -57,7 +61,7 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint ({type(error).__name__}); it is damaged or of another kind."
         ) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT or not content.keys() >= _KEYS:
         raise CheckpointError(f"{path} is not a checkpoint of this version of Privet.")
     return content
 
@@ -65,15 +69,23 @@ def read(path: Path) -> dict[str, Any]:
 def load(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
     """Formal guarantee: what was spent never goes down, and noise is drawn afresh; steps done again are paid again."""
     content = read(path)
+    if run.steps_done and run.id != content["run"]:
+        raise CheckpointError(
+            f"{path} belongs to another run, and this one has taken {run.steps_done} steps already, which would be "
+            "forgotten. Load it into a new Run."
+        )
     if missing := set(stateful) - set(content["stateful"]):
         raise CheckpointError(f"{path} holds no state for {sorted(missing)}; it has {sorted(content['stateful'])}.")
+    targets = [(run.model, content["model"]), *[(thing, content["stateful"][n]) for n, thing in stateful.items()]]
+    before = [(thing, copy.deepcopy(thing.state_dict())) for thing, _ in targets]
     try:
-        run.model.load_state_dict(content["model"])
-        for name, thing in stateful.items():
-            thing.load_state_dict(content["stateful"][name])
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} does not fit this model or optimizer: {error}") from error
-    run.session.load_state(content["session"])
+        for thing, state in targets:
+            thing.load_state_dict(state)
+        run.session.load_state(content["session"])
+    except (RuntimeError, ValueError, KeyError, CheckpointError) as error:
+        for thing, state in before:
+            thing.load_state_dict(state)
+        raise CheckpointError(f"{path} does not fit this model, optimizer or method: {error}") from error
     run._continue(
         content["run"],
         content["steps_done"],

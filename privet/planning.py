@@ -37,9 +37,10 @@ class Budget:
             raise ConfigError(f"noise must not be negative, and is {self.noise!r}.")
         if self.epochs is not None and self.steps is not None:
             raise ConfigError("Give the length of the run as epochs or as steps, not both.")
-        for name, length in (("epochs", self.epochs), ("steps", self.steps)):
-            if length is not None and not length > 0:
-                raise ConfigError(f"{name} must be positive, and is {length!r}.")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"epochs must be a positive number, and is {self.epochs!r}.")
+        if self.steps is not None and not (isinstance(self.steps, int) and self.steps > 0):
+            raise ConfigError(f"steps must be a positive whole number, and is {self.steps!r}.")
         length = self.epochs if self.steps is None else self.steps
         if sum(value is not None for value in (self.epsilon, self.noise, length)) < 2:
             raise ConfigError(

@@ -9,6 +9,7 @@ set, so that it is valid. Random state and buffers are put back afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,20 +38,23 @@ class Probe:
         buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
         with torch.random.fork_rng(devices=[]):
             first = yield from self._ask([0, 1, 2], seed=1)
-            where = self._session.reaches_others(first, 0)
+            with self._session.listening():  # gradient checkpointing runs the model again
+                where = self._session.reaches_others(first, 0)
             self._refuse_changed_buffers(buffers)
             if where is not None:
                 raise Refused(
                     f"The loss of one record has a gradient at another record, at layer {where}.{self._way_out()}"
                 )
-            random = yield from self._ask([0, 1, 2], seed=2)
-            swapped = yield from self._ask([0, 1, 3], seed=1)
-            fewer = yield from self._ask([0, 1], seed=1)
+            with _without_dropout(self._model):
+                calm = yield from self._ask([0, 1, 2], seed=1)
+                again = yield from self._ask([0, 1, 2], seed=2)
+                swapped = yield from self._ask([0, 1, 3], seed=1)
+                fewer = yield from self._ask([0, 1], seed=1)
         kept = [(swapped, "when another record is replaced")]
-        if _same(first, random):  # without dropout and the like, the size of the batch must not matter either
+        if _same(calm, again):  # where nothing is random, the size of the batch must not matter either
             kept.append((fewer, "when another record is left out"))
         for losses, when in kept:
-            if not _same(first[:2], losses[:2]):
+            if not _same(calm[:2], losses[:2]):
                 raise Refused(f"The loss of a record changes {when}.{self._way_out()}")
 
     def _ask(self, slots: list[int], seed: int) -> Generator[tuple[Any, int], None, Tensor]:
@@ -108,6 +112,18 @@ class Probe:
             " Each loss must depend on its own record alone: no weights, centring, sorting or averaging over the "
             f"batch. {_NOT_CHECKED}"
         )
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+    try:
+        for layer in layers:
+            layer.eval()
+        yield
+    finally:
+        for layer in layers:
+            layer.train()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import psutil
 from torch import nn
@@ -31,6 +32,8 @@ log = logging.getLogger("privet")
 
 _MEMORY_SHARE = 0.25
 """The part of the free memory that a physical batch may be planned to fill."""
+_UNMEASURED = 256
+"""Records in a physical batch where nobody said how many and no made-up record was measured."""
 _COPIES = 4
 """What a forward pass keeps is met again as gradients and temporaries: this many times over, all in all."""
 
@@ -114,14 +117,20 @@ class Run:
             allocation=method.allocation,
             post=tuple(post),
         )
+        items = [dataset[i] for i in range(min(4, self.size))] if check else []
         setting = Setting(batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation)
         self.session = method.open(model, setting)
         self._ledger, self._own_ledger = _open(ledger)
         self._entry = self._open_entry()
         self.units_spent = self._recorded_units()
         self._checking = check
-        self._probe = self._make_probe() if check and method.records_must_be_independent else None
+        self._probe: Probe | None = None
+        if check and method.records_must_be_independent:
+            collate = self._options.get("collate_fn") or default_collate
+            self._probe = Probe(model, self.session, items, collate)
         self._optimizers = _OptimizerGuard(model)
+        weakref.finalize(self, self._optimizers.close)
+        self._closed = False
 
     @property
     def loader(self) -> Loader:
@@ -155,6 +164,7 @@ class Run:
 
     def _continue(self, run: str, steps_done: int, epoch_key: bytes | None, spent: Spent) -> None:
         """Goes on as an earlier run. The ledger is the truth; where it knows less than the checkpoint, it is told."""
+        self._pending = None
         self.id = run
         self.steps_done = steps_done
         self._epoch_key = epoch_key or self.sampling.epoch_key(self.source)
@@ -183,6 +193,9 @@ class Run:
 
     def close(self) -> None:
         """Removes the hooks and closes the ledger; the model is as it was."""
+        if self._closed:
+            return
+        self._closed = True
         self.session.close()
         self._optimizers.close()
         if self.finished:
@@ -230,6 +243,8 @@ class Run:
 
     def _end_probe(self) -> None:
         """After made-up records went through the model it is known how much memory one of them takes."""
+        if self._probe is None and self._physical is None:
+            self._physical = _UNMEASURED
         if self._probe is not None and self._physical is None:
             per_record = self.session.bytes_per_record(self._probe.records_seen) * _COPIES
             per_record += sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -258,10 +273,6 @@ class Run:
         self._repeats = False
         if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
             self._epoch_key = self.sampling.epoch_key(self.source)
-
-    def _make_probe(self) -> Probe:
-        items = [self.dataset[i] for i in range(min(4, self.size))]
-        return Probe(self.model, self.session, items, self._options.get("collate_fn") or default_collate)
 
     def statement(self) -> dict[str, Any]:
         """The privacy statement: what is protected, how, at what cost, and what is not covered. Public facts only."""
@@ -320,15 +331,23 @@ class Loader:
 class _OptimizerGuard:
     """Refuses an optimizer that holds protected parameters together with others that have raw gradients."""
 
+    _active: ClassVar[weakref.WeakSet[_OptimizerGuard]] = weakref.WeakSet()
+
     def __init__(self, model: nn.Module) -> None:
-        self._protected = {id(p) for p in model.parameters()}
+        self._model = weakref.ref(model)
         self._handle = register_optimizer_step_pre_hook(self._look)
+        self._active.add(self)
+
+    def _protected(self) -> set[int]:
+        model = self._model()
+        return set() if model is None else {id(p) for p in model.parameters()}
 
     def _look(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = [p for p in held if id(p) not in self._protected]
-        if len(foreign) == len(held):
+        if self._protected().isdisjoint(map(id, held)):
             return
+        protected = set[int]().union(*(guard._protected() for guard in self._active))
+        foreign = [p for p in held if id(p) not in protected]
         for p in foreign:
             if p.grad is not None:
                 raise Refused(
@@ -339,6 +358,7 @@ class _OptimizerGuard:
 
     def close(self) -> None:
         self._handle.remove()
+        self._active.discard(self)
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -31,7 +31,7 @@ from .sampling import Chunk
 class Release:
     """What leaves a step: noisy sums and public facts, free to compute with (rule 11).
 
-    A post-processor takes one and changes `gradients` (by parameter name, float64, not yet divided) as it likes.
+    A post-processor takes one and changes `gradients` (by parameter name, noisy sums, not yet divided) as it likes.
     """
 
     gradients: dict[str, Tensor]
@@ -71,9 +71,13 @@ class Step:
         self._chunks, self._session, self._source = chunks, session, source
         self._rules, self._record, self._probe = rules, record, probe
         self._waiting: tuple[int, Callable[[Tensor], None]] | None = None
+        self._begun = False
         self.released = False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            raise Refused("A step is gone through once: what it released, or left undone, cannot be done again.")
+        self._begun = True
         if self._probe is not None:
             for batch, size in self._probe.batches():
                 yield from self._ask(batch, size, self._probe.take)

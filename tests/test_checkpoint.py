@@ -168,7 +168,6 @@ def test_restoring_never_lowers_what_was_spent(tmp_path: Path, where: str, sampl
     first.run.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the run takes the other's id and forgets its own steps")
 def test_a_checkpoint_of_another_run_does_not_hide_steps_already_taken(tmp_path: Path) -> None:
     first = Training()
     first.go(1)
@@ -225,7 +224,6 @@ def test_another_noise_multiplier_after_resuming_is_accounted_beside_the_first(t
     assert sorted((m["noise_multiplier"], count) for m, count in content["spent"]) == [(2.0, 3), (3.0, 2)]
 
 
-@pytest.mark.xfail(strict=True, reason="load keeps the pending step")
 def test_a_step_that_was_left_can_be_followed_by_a_restore(tmp_path: Path) -> None:
     """Ctrl-C within a step, caught by the user: the last checkpoint is the way back."""
     training = Training()
@@ -271,7 +269,6 @@ def test_missing_and_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         training.load(tmp_path / "c")
 
 
-@pytest.mark.xfail(strict=True, reason="raw KeyError")
 def test_a_checkpoint_with_parts_missing_is_refused(tmp_path: Path) -> None:
     training = Training()
     training.save(tmp_path / "c")
@@ -300,7 +297,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
         training.run.load(tmp_path / "c", optimizer=few)
 
 
-@pytest.mark.xfail(strict=True, reason="the model is loaded before the rest is tried")
 def test_a_refused_checkpoint_changes_nothing(tmp_path: Path) -> None:
     """The model fits and the optimizer does not: half a checkpoint would be a model that no ledger knows."""
     first = Training()
@@ -334,7 +330,6 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatc
     assert (tmp_path / "c").read_bytes() != old
 
 
-@pytest.mark.xfail(strict=True, reason="raw FileNotFoundError")
 def test_a_folder_that_does_not_exist_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(PrivetError, match="nowhere"):
         Training().save(tmp_path / "nowhere" / "c")

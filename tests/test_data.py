@@ -154,9 +154,7 @@ class TestIdx:
         for part, prefix in ((data.train, "train"), (data.test, "t10k")):
             x, y = part.tensors
             assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
-            np.testing.assert_allclose(
-                x[:, 0].numpy() * 255, arrays[f"{prefix}-images-idx3-ubyte"], rtol=1e-6
-            )
+            np.testing.assert_allclose(x[:, 0].numpy() * 255, arrays[f"{prefix}-images-idx3-ubyte"], rtol=1e-6)
             np.testing.assert_array_equal(y.numpy(), arrays[f"{prefix}-labels-idx1-ubyte"])
 
     def test_finds_debians_fashion_mnist(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +192,7 @@ class TestIdx:
         with pytest.raises(ConfigError, match=f"train-images-idx3-ubyte.*{says}"):
             load("mnist", data_dir=tmp_path)
 
-    @pytest.mark.parametrize(
-        "damage", [lambda raw: raw[:-9], lambda raw: b"no gzip", lambda raw: raw[:20] * 2]
-    )
+    @pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"no gzip", lambda raw: raw[:20] * 2])
     def test_names_a_damaged_archive(self, tmp_path: Path, damage) -> None:
         write_idx_set(tmp_path, compress=True)
         path = tmp_path / "train-images-idx3-ubyte.gz"
@@ -236,9 +232,7 @@ class TestCifar:
         red = batches[1][0, 1 : 1 + 1024].reshape(32, 32) / 255
         np.testing.assert_allclose(x[2, 0].numpy(), (red - 0.485) / 0.229, rtol=1e-4, atol=1e-5)
         blue = batches[5][1, 1 + 2048 :].reshape(32, 32) / 255
-        np.testing.assert_allclose(
-            data.test.tensors[0][1, 2].numpy(), (blue - 0.406) / 0.225, rtol=1e-4, atol=1e-5
-        )
+        np.testing.assert_allclose(data.test.tensors[0][1, 2].numpy(), (blue - 0.406) / 0.225, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("content", [b"", b"\0" * 3072, b"\0" * 3074, b"\x0b" * 3073])
     def test_names_a_foreign_file(self, tmp_path: Path, content: bytes) -> None:
@@ -271,16 +265,12 @@ def everything(data: Data) -> Counter[bytes]:
     return records(data.train) + records(data.test)
 
 
-ROWS = [
-    f"{i * 7 % 13 - 5},{['red', 'green', 'NA', ''][i % 4]},{['yes', 'no'][i % 3 == 0]}" for i in range(40)
-]
+ROWS = [f"{i * 7 % 13 - 5},{['red', 'green', 'NA', ''][i % 4]},{['yes', 'no'][i % 3 == 0]}" for i in range(40)]
 
 
 class TestTable:
     def test_encodes_as_documented(self, tmp_path: Path) -> None:
-        path = write(
-            tmp_path / "t.csv", "n, m ,c,y", "-3,1e400,red,b", " 8 ,?,green,a", ",nan,red,b", '"2",0,"a,b",a'
-        )
+        path = write(tmp_path / "t.csv", "n, m ,c,y", "-3,1e400,red,b", " 8 ,?,green,a", ",nan,red,b", '"2",0,"a,b",a')
         data = load(path, target="y", test_fraction=0.5, bounds={"m": (0, 10)}, seed=3)
         x = torch.cat([data.train.tensors[0], data.test.tensors[0]])
         y = torch.cat([data.train.tensors[1], data.test.tensors[1]])
@@ -308,14 +298,10 @@ class TestTable:
     def test_one_record_moves_no_other(self, tmp_path: Path, new: str, at: int) -> None:
         """A mean, a range, a vocabulary, a missing-value indicator made on demand or a shuffle would."""
         base = load(write(tmp_path / "a.csv", "n,c,y", *ROWS), target="y", test_fraction=0.4)
-        more = load(
-            write(tmp_path / "b.csv", "n,c,y", *ROWS[:at], new, *ROWS[at:]), target="y", test_fraction=0.4
-        )
+        more = load(write(tmp_path / "b.csv", "n,c,y", *ROWS[:at], new, *ROWS[at:]), target="y", test_fraction=0.4)
         assert base.input_shape == more.input_shape
         assert (
-            distance(records(base.train), records(more.train))
-            + distance(records(base.test), records(more.test))
-            == 1
+            distance(records(base.train), records(more.train)) + distance(records(base.test), records(more.test)) == 1
         )
 
     def test_is_the_same_in_every_format_order_and_seed(self, tmp_path: Path) -> None:
@@ -337,9 +323,7 @@ class TestTable:
         assert load("only-here.csv", data_dir=tmp_path, target="y").classes == 2
 
     def test_orders_numeric_classes_as_numbers(self, tmp_path: Path) -> None:
-        path = write(
-            tmp_path / "t.csv", "x,y", *(f"{i},{['10', '2', '2.0', '0.5'][i % 4]}" for i in range(40))
-        )
+        path = write(tmp_path / "t.csv", "x,y", *(f"{i},{['10', '2', '2.0', '0.5'][i % 4]}" for i in range(40)))
         data = load(path, target="y")
         assert data.labels == ("0.5", "2", "10")
 
@@ -365,9 +349,7 @@ class TestTable:
             ([""], "y", "is empty"),
         ],
     )
-    def test_names_what_is_wrong(
-        self, tmp_path: Path, lines: list[str], target: str | None, says: str
-    ) -> None:
+    def test_names_what_is_wrong(self, tmp_path: Path, lines: list[str], target: str | None, says: str) -> None:
         path = write(tmp_path / "t.csv", *lines)
         with pytest.raises(ConfigError, match=says):
             load(path, target=target)
@@ -382,9 +364,7 @@ class TestTable:
             ({"n": (0, float("inf"))}, r"bounds\['n'\]"),
         ],
     )
-    def test_refuses_senseless_bounds(
-        self, tmp_path: Path, bounds: dict[str, tuple[float, float]], says: str
-    ) -> None:
+    def test_refuses_senseless_bounds(self, tmp_path: Path, bounds: dict[str, tuple[float, float]], says: str) -> None:
         with pytest.raises(ConfigError, match=says):
             load(write(tmp_path / "t.csv", "n,c,y", *ROWS), target="y", bounds=bounds)
 
@@ -400,9 +380,7 @@ class TestTable:
 
 
 class TestParquet:
-    def test_without_pyarrow_says_what_to_install(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_pyarrow_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(ConfigError, match=r"pip install privet\[parquet\]"):
             load(str(tmp_path / "t.parquet"), target="y")
@@ -422,9 +400,7 @@ class TestParquet:
         parquet.write_table(table, tmp_path / "t.parquet")
         lines = [row if i else row[row.index(",") :] for i, row in enumerate(ROWS)]
         ours = load(str(tmp_path / "t.parquet"), target="y")
-        assert records(ours.train) == records(
-            load(write(tmp_path / "t.csv", "n,c,y", *lines), target="y").train
-        )
+        assert records(ours.train) == records(load(write(tmp_path / "t.csv", "n,c,y", *lines), target="y").train)
         (tmp_path / "false.parquet").write_bytes(b"no parquet")
         with pytest.raises(ConfigError, match="cannot be read as Parquet"):
             load(str(tmp_path / "false.parquet"), target="y")

@@ -61,9 +61,7 @@ class TestEveryModel:
 
     def test_seed_fixes_the_weights_and_leaves_the_global_generator(self, name: str) -> None:
         before = torch.get_rng_state()
-        one, two, three = (
-            build(name, input_shape=EXAMPLE_SHAPES[name], classes=2, seed=seed) for seed in (5, 5, 6)
-        )
+        one, two, three = (build(name, input_shape=EXAMPLE_SHAPES[name], classes=2, seed=seed) for seed in (5, 5, 6))
         assert torch.equal(torch.get_rng_state(), before)
         for key, value in one.state_dict().items():
             assert torch.equal(value, two.state_dict()[key])
@@ -222,21 +220,15 @@ class TestGroupNorm:
         expected = nn.GroupNorm(count, channels, eps=0.1)(x)
         torch.testing.assert_close(new(x), expected)
 
-    @pytest.mark.parametrize(
-        ("channels", "count"), [(256, 32), (128, 16), (64, 8), (20, 2), (31, 1), (7, 1), (3, 1)]
-    )
+    @pytest.mark.parametrize(("channels", "count"), [(256, 32), (128, 16), (64, 8), (20, 2), (31, 1), (7, 1), (3, 1)])
     @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
-    def test_keeps_the_signal_where_there_is_no_extent(
-        self, kind: type[nn.Module], channels: int, count: int
-    ) -> None:
+    def test_keeps_the_signal_where_there_is_no_extent(self, kind: type[nn.Module], channels: int, count: int) -> None:
         new = batchnorm_to_groupnorm(kind(channels))
         assert new.num_groups == count
         x = torch.randn(4, channels, dtype=torch.float64, requires_grad=True)
         y = new.double()(x)
         # A group of one channel would give 0 and a group of two ±1, both without gradient.
-        (grad,) = torch.autograd.grad(
-            y @ torch.randn(channels, dtype=torch.float64), x, torch.ones(4).double()
-        )
+        (grad,) = torch.autograd.grad(y @ torch.randn(channels, dtype=torch.float64), x, torch.ones(4).double())
         assert (grad.norm(dim=1) > 1e-3).all()
         assert new.float()(torch.randn(2, channels, 5)).shape == (2, channels, 5)
 

@@ -169,7 +169,6 @@ def test_a_record_by_itself_adds_at_most_the_threshold(kind: str) -> None:
             assert query.total.double().norm() > 0.49
 
 
-@pytest.mark.xfail(strict=True, reason="row_squares(z)·row_squares(δ) underflows to zero")
 def test_a_norm_that_underflows_is_not_taken_for_zero() -> None:
     """‖δ‖·‖z‖ with an input whose square is nothing in float32, and a huge output gradient."""
     width, clip = 10_000, 1e-4

@@ -99,8 +99,8 @@ def test_no_noise_costs_everything() -> None:
         ({"epsilon": math.nan, "steps": 5}, "epsilon must be"),
         ({"noise": -1.0, "steps": 5}, "noise must not be negative, and is -1.0"),
         ({"noise": math.nan, "steps": 5}, "noise must"),
-        ({"noise": 1.0, "steps": 0}, "steps must be positive, and is 0"),
-        ({"noise": 1.0, "epochs": -1}, "epochs must be positive"),
+        ({"noise": 1.0, "steps": 0}, "steps must be a positive whole number, and is 0"),
+        ({"noise": 1.0, "epochs": -1}, "epochs must be a positive number"),
         ({"noise": 1.0, "epochs": math.nan}, "epochs must be"),
         ({"noise": 1.0, "epochs": 1, "steps": 5}, "not both"),
         ({"noise": 1.0, "steps": 5, "delta": 0.0}, "delta must lie between 0 and 1"),
@@ -116,10 +116,8 @@ def test_budgets_that_say_too_little_or_nonsense_are_refused(options: dict[str, 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(
-            {"noise": 1.0, "epochs": math.inf}, marks=pytest.mark.xfail(strict=True, reason="raw OverflowError")
-        ),
-        pytest.param({"noise": 1.0, "steps": 2.5}, marks=pytest.mark.xfail(strict=True, reason="accepted")),
+        {"noise": 1.0, "epochs": math.inf},
+        {"noise": 1.0, "steps": 2.5},
         {"epsilon": math.inf, "steps": 5},
     ],
 )

@@ -190,7 +190,7 @@ def test_frozen_parameters_stay_and_can_be_frozen_and_thawed_later() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "check",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="the probe's backward is not recorded"))],
+    [False, True],
 )
 def test_gradient_checkpointing(reentrant: bool, check: bool) -> None:
     class Checkpointed(nn.Module):
@@ -284,7 +284,6 @@ def test_an_optimizer_over_parameters_that_are_not_protected_is_refused() -> Non
     both.step()  # and the guard is gone
 
 
-@pytest.mark.xfail(strict=True, reason="the guard knows parameters by id, which is used again after they are gone")
 def test_a_run_that_was_dropped_without_closing_does_not_stop_later_ones() -> None:
     left: list[Any] = []
     try:
@@ -315,7 +314,6 @@ def test_the_model_is_not_wrapped_and_close_takes_everything_away() -> None:
     assert all(p.grad is not None and p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.xfail(strict=True, reason="finish_run on a closed ledger")
 def test_closing_twice_does_no_harm() -> None:
     model = net()
     with seeded(model) as run:
@@ -450,9 +448,7 @@ def test_the_public_number_of_records_sets_the_rate() -> None:
         pytest.param(PerExample(clip=0.5, adaptive=True), id="adaptive"),
     ],
 )
-def test_the_statement(method: PerExample, steps: int, level: Any, request: pytest.FixtureRequest) -> None:
-    if method.adaptive and steps == 0:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="KeyError before the first step"))
+def test_the_statement(method: PerExample, steps: int, level: Any) -> None:
     model = net()
     with seeded(
         model, method=method, budget=budget(4, noise=1.0), noise_level=level, seed=3 if level == "seeded" else None
@@ -486,7 +482,7 @@ def test_the_statement(method: PerExample, steps: int, level: Any, request: pyte
         ({"noise_level": "system"}, "takes no seed"),
         ({"seed": None}, "needs a whole number"),
         ({"records": -5}, "records"),
-        pytest.param({"records": 0}, "records", marks=pytest.mark.xfail(strict=True, reason="0 is taken for None")),
+        pytest.param({"records": 0}, "records"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], sentence: str) -> None:
@@ -503,7 +499,6 @@ def test_data_sets_that_cannot_be_sampled_are_refused() -> None:
         seeded(net(), TensorDataset(torch.ones(0, 2)))
 
 
-@pytest.mark.xfail(strict=True, reason="the session is open when the first items are read")
 def test_a_run_that_cannot_begin_leaves_no_hooks() -> None:
     class Broken(Dataset[Any]):
         def __len__(self) -> int:

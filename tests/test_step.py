@@ -230,7 +230,6 @@ def test_a_step_that_was_left_early_is_refused_at_the_next() -> None:
     run.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the rest of the sample is summed, and chunk borders move with one record")
 def test_a_step_cannot_be_gone_through_again() -> None:
     """What is left after the first chunk depends on how many records came before: more than C moves."""
     model = Weight()

@@ -21,12 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import gram_product
-from .per_record import Dense, PerRecord, rule_for, scratch, wide
+from .per_record import Dense, PerRecord, row_squares, rule_for, scratch, squares_of, wide
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 _BLOCK = 2**19
 """How many numbers of patches are copied out at a time: few enough to stay in a core's own cache."""
+
+_WORTH_STRIPS = 64
+"""From how many output positions on fewer copies are worth more matrix products (measured)."""
 
 
 @rule_for(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -59,78 +62,89 @@ def _explicit_padding(layer: Conv, z: Tensor) -> tuple[Tensor, list[tuple[int, i
 
 
 def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> Dense:
-    """∇W of each record, by blocks of records whose patches fit in the cache.
-
-    A two-dimensional kernel that moves by one row at a time shares its rows between patches: then only runs along the
-    last axis are copied out, and each row of the kernel is a matrix product of its own (a part of the result).
-    """
-    records, channels_out, *space_out = delta.shape
-    groups, kernel, dilation = layer.groups, tuple(layer.kernel_size), tuple(layer.dilation)
-    channels_in = layer.in_channels // groups
-    padded = [n + before + after for n, (before, after) in zip(z.shape[2:], padding, strict=True)]
-    by_rows = len(kernel) == 2 and layer.stride[0] == 1
-    parts, unrolled = (kernel[0], kernel[1:]) if by_rows else (1, kernel)
-    grid = [padded[0], space_out[1]] if by_rows else space_out
-    positions, width = math.prod(space_out), math.prod(unrolled) * channels_in
-
-    block = max(1, min(records, _BLOCK // (groups * math.prod(grid) * width)))
+    """∇W of each record, by blocks of records whose patches fit in the cache."""
+    records, channels_out = delta.shape[:2]
+    groups = layer.groups
+    plan = _Unrolling(layer, list(delta.shape[2:]))
+    block = max(1, min(records, _BLOCK // (groups * math.prod(plan.grid) * plan.width)))
     block = min(records, -(-block // torch.get_num_threads()) * torch.get_num_threads())
-    framed = _Frame(z, padding, block)
-    along = framed.strides[1:-1]
-    patches = scratch().take((block * groups, math.prod(grid), width), z)
-    rows = scratch().take((parts, records * groups, channels_out // groups, width), z)
-    blocks = zip(
-        torch.split(z, block),
-        torch.split(_by_group(delta, groups), block * groups),
-        *[torch.split(part, block * groups) for part in rows],
-        strict=True,
-    )
-    for image, right, *outs in blocks:
-        inside = framed.fill(image).as_strided(
-            (len(image), groups, *grid, *unrolled, channels_in),
-            (
-                framed.strides[0],
-                channels_in,
-                *[step * n for step, n in zip(layer.stride, along, strict=True)],
-                *[step * n for step, n in zip(dilation, along, strict=True)][-len(unrolled) :],
-                1,
-            ),
-        )
-        patch = patches[: len(right)]
-        patch.view(inside.shape).copy_(inside)
-        for part, out in enumerate(outs):
-            first = part * dilation[0] * space_out[-1] if by_rows else 0
-            torch.bmm(right, patch[:, first : first + positions], out=out)
+
+    frame, inside = _frame(z, padding, block)
+    views = plan.patches(z.movedim(1, -1) if frame is None else frame)
+    patches = scratch().take((block * groups, math.prod(plan.grid), plan.width), z)
+    rows = scratch().take((plan.parts, records * groups, channels_out // groups, plan.width), z)
+    norms = z.new_empty(plan.parts, records * groups)
+    delta = _by_group(delta, groups)
+    for start in range(0, records, block):
+        count = min(block, records - start)
+        if inside is None:
+            view = views[start : start + count]
+        else:
+            inside[:count].copy_(z[start : start + count].movedim(1, -1))
+            view = views[:count]
+        patch = patches[: count * groups]
+        patch.view(view.shape).copy_(view)
+        which = slice(start * groups, (start + count) * groups)
+        for part, first in enumerate(plan.starts):
+            out = rows[part, which]
+            torch.bmm(delta[which], patch[:, first : first + plan.positions], out=out)
+            torch.linalg.vector_norm(out.flatten(1), dim=1, out=norms[part, which])  # while it lies in the cache
 
     def shaped(rows: Tensor) -> Tensor:
         """(parts, …, size) to (…, channels out, channels in of a group, *kernel)."""
-        rows = rows.view(*rows.shape[:-1], channels_out, *unrolled, channels_in).movedim(-1, -1 - len(unrolled))
-        return rows.movedim(0, -1 - len(unrolled)) if by_rows else rows[0]
+        rows = rows.view(*rows.shape[:-1], channels_out, *plan.unrolled, plan.channels_in)
+        rows = rows.movedim(-1, -1 - len(plan.unrolled))
+        if plan.by_rows:  # a row of the kernel is the part it lies in and its place there
+            return rows.movedim(0, -3).flatten(-3, -2)
+        return rows[0]
 
-    return Dense(rows.view(parts, records, -1), shaped)
+    squares = squares_of(norms, rows[0, 0].numel()).view(plan.parts, records, groups).sum((0, 2))
+    return Dense(rows.view(plan.parts, records, -1), shaped, squares)
 
 
-class _Frame:
-    """A block of records at a time with channels last and zeros around; the records themselves where that is so."""
+class _Unrolling:
+    """How patches are copied out of the input.
 
-    def __init__(self, z: Tensor, padding: list[tuple[int, int]], block: int) -> None:
-        last = z.movedim(1, -1)
-        self._space: Tensor | None = None
-        self.strides = last.stride()
-        if last.is_contiguous() and not any(before or after for before, after in padding):
-            return
-        padded = [n + before + after for n, (before, after) in zip(z.shape[2:], padding, strict=True)]
-        self._space = scratch().take((block, *padded, z.shape[1]), z).zero_()
-        self._inside = tuple(slice(b, b + n) for n, (b, _) in zip(z.shape[2:], padding, strict=True))
-        self.strides = self._space.stride()
+    In general each patch is copied whole. A two-dimensional kernel moves down by `stride` rows at a time, and patches
+    share their other rows: then only strips of `stride` rows are copied out, every strip of the input once, and each
+    strip of the kernel is a matrix product of its own (a part of the result), against the strips from its own first.
+    """
 
-    def fill(self, image: Tensor) -> Tensor:
-        image = image.movedim(1, -1)
-        if self._space is None:
-            return image
-        space = self._space[: len(image)]
-        space[(slice(None), *self._inside)] = image
-        return space
+    def __init__(self, layer: Conv, space_out: list[int]) -> None:
+        kernel, self.stride, self.dilation = tuple(layer.kernel_size), tuple(layer.stride), tuple(layer.dilation)
+        self.groups, self.channels_in = layer.groups, layer.in_channels // layer.groups
+        step, rows_apart = self.stride[0], self.dilation[0]
+        strips = len(kernel) == 2 and (step == 1 or (rows_apart == 1 and kernel[0] % step == 0))
+        self.by_rows = strips and math.prod(space_out) >= _WORTH_STRIPS
+        self.parts = kernel[0] // step if self.by_rows else 1
+        self.unrolled = (step, kernel[1]) if self.by_rows else kernel
+        self.grid = [space_out[0] + (self.parts - 1) * rows_apart, space_out[1]] if self.by_rows else space_out
+        self.positions = math.prod(space_out)
+        self.width = math.prod(self.unrolled) * self.channels_in
+        self.starts = [part * rows_apart * space_out[-1] for part in range(self.parts)]
+
+    def patches(self, image: Tensor) -> Tensor:
+        """A view of (records, *space, channels) as (records, groups, *grid, *unrolled, channels of a group)."""
+        outer, *along, _ = image.stride()
+        taps = [step * n for step, n in zip(self.dilation, along, strict=True)]
+        if self.by_rows:
+            taps[0] = along[0]
+        return image.as_strided(
+            (len(image), self.groups, *self.grid, *self.unrolled, self.channels_in),
+            (outer, self.channels_in, *[s * n for s, n in zip(self.stride, along, strict=True)], *taps, 1),
+        )
+
+
+def _frame(z: Tensor, padding: list[tuple[int, int]], block: int) -> tuple[Tensor | None, Tensor | None]:
+    """Room for a block of records with channels last and zeros around, and the part of it that is theirs.
+
+    Nothing where the records have that form already.
+    """
+    if z.movedim(1, -1).is_contiguous() and not any(before or after for before, after in padding):
+        return None, None
+    padded = [n + before + after for n, (before, after) in zip(z.shape[2:], padding, strict=True)]
+    frame = scratch().take((block, *padded, z.shape[1]), z).zero_()
+    return frame, frame[(slice(None), *[slice(b, b + n) for n, (b, _) in zip(z.shape[2:], padding, strict=True)])]
 
 
 def _by_group(delta: Tensor, groups: int) -> Tensor:
@@ -146,29 +160,35 @@ class _Ghost(PerRecord):
     def __init__(self, layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> None:
         self.layer, self.z, self.padding, self.delta = layer, z, padding, delta
         rows = delta.flatten(2)
-        self.squared_norms = gram_product(self._patch_gram(), rows.mT @ rows)
+        taps = math.prod(layer.kernel_size)  # no input is in more patches than that
+        self.squared_norms = gram_product(
+            self._patch_gram(), rows.mT @ rows, lambda: taps * row_squares(z) * row_squares(delta)
+        )
 
     def _patch_gram(self) -> Tensor:
-        """P_t·P_u for all pairs of output positions: Σ over the kernel's taps k of z_{t+k}·z_{u+k}."""
-        space_in, space_out = self.z.shape[2:], self.delta.shape[2:]
+        """P_t·P_u for all pairs of output positions: Σ over the kernel's taps k of z_{t+k}·z_{u+k}, axis by axis."""
+        space_out, axes = self.delta.shape[2:], self.z.dim() - 2
         rows = self.z.flatten(2)
-        gram = (rows.mT @ rows).view(-1, *space_in, *space_in)
-        if any(before or after for before, after in self.padding):
-            gram = F.pad(gram, [n for pair in reversed([*self.padding, *self.padding]) for n in pair])
-        axes = zip(space_out, self.layer.kernel_size, self.layer.stride, self.layer.dilation, strict=True)
-        for axis, (length, taps, stride, dilation) in enumerate(axes):  # the sum over taps, one axis at a time
-            shifted = [
-                gram[(slice(None), *[slice(None)] * axis, where, *[slice(None)] * (len(space_out) - 1), where)]
-                for where in (
-                    slice(tap * dilation, tap * dilation + (length - 1) * stride + 1, stride) for tap in range(taps)
-                )
-            ]
-            gram = sum(shifted[1:], start=shifted[0])
+        gram = (rows.mT @ rows).view(-1, *self.z.shape[2:], *self.z.shape[2:])
+        kernel = zip(self.layer.kernel_size, self.layer.stride, self.layer.dilation, self.padding, strict=True)
+        for axis, (taps, stride, dilation, (before, _)) in enumerate(kernel):
+            size, length = gram.shape[1 + axis], space_out[axis]
+            total = gram.new_zeros(
+                [length if i in (1 + axis, 1 + axes + axis) else n for i, n in enumerate(gram.shape)]
+            )
+            for tap in range(taps):
+                shift = tap * dilation - before  # output position o meets input position o·stride + shift
+                first = max(0, -(shift // stride))
+                last = min(length - 1, (size - 1 - shift) // stride)
+                if first <= last:
+                    met = slice(first * stride + shift, last * stride + shift + 1, stride)
+                    _pair(total, slice(first, last + 1), axis, axes).add_(_pair(gram, met, axis, axes))
+            gram = total
         size = math.prod(space_out)
-        return gram.reshape(-1, size, size)
+        return gram.view(-1, size, size)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        scaled = self.delta * weights.view(-1, *[1] * (self.delta.dim() - 1))
+        scaled = self.delta * weights.to(self.delta).view(-1, *[1] * (self.delta.dim() - 1))
         layer, z, space = self.layer, self.z, [before for before, _ in self.padding]
         if any(before != after for before, after in self.padding):
             z = F.pad(z, [n for pair in reversed(self.padding) for n in pair])
@@ -185,3 +205,9 @@ class _Ghost(PerRecord):
     def drop(self, records: Tensor) -> None:
         mask = records.view(-1, *[1] * (self.z.dim() - 1))
         self.z, self.delta = self.z.masked_fill(mask, 0), self.delta.masked_fill(mask, 0)
+
+
+def _pair(gram: Tensor, where: slice, axis: int, axes: int) -> Tensor:
+    """The part of (records, *space, *space) in which this axis lies in `where`, in both."""
+    everything = [slice(None)]
+    return gram[(slice(None), *everything * axis, where, *everything * (axes - 1), where)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from .per_record import PerRecord, rule_for, wide
+from .per_record import PerRecord, row_squares, rule_for, wide
 
 
 class _Rows(PerRecord):
@@ -21,8 +21,8 @@ class _Rows(PerRecord):
         keys, slot = torch.unique(owner * table[0] + tokens.flatten(), return_inverse=True)
         self.owner, self.token = keys // table[0], keys % table[0]
         self.rows = delta.new_zeros(len(keys), table[1]).index_add_(0, slot, delta.flatten(0, 1))
-        squares = self.rows.square().sum(1)
-        self.squared_norms = delta.new_zeros(self.records).index_add_(0, self.owner, squares)
+        squares = row_squares(self.rows)
+        self.squared_norms = squares.new_zeros(self.records).index_add_(0, self.owner, squares)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = self.rows.new_zeros(self.table)
@@ -30,7 +30,7 @@ class _Rows(PerRecord):
         return total
 
     def accumulate(self, weights: Tensor, total: Tensor) -> None:
-        scaled = self.rows * weights[self.owner].unsqueeze(1)
+        scaled = self.rows * weights.to(self.rows)[self.owner].unsqueeze(1)
         total.index_add_(0, self.token, scaled.to(total.dtype))
 
     def dense(self) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -78,12 +80,22 @@ def fallback(
         return {name: wide(g) for name, g in gradient.items()}
 
     records = list(inputs)
-    try:
-        found = vmap(one)(records, used)
-    except RuntimeError:  # an operation without a batching rule (recurrent layers): slower, and the same numbers
-        singles = [one([x[i] for x in records], [d[i] for d in used]) for i in range(len(used[0]))]
-        found = {name: torch.stack([single[name] for single in singles]) for name in parameters}
+    with _without_mkldnn() if isinstance(layer, nn.RNNBase) else nullcontext():
+        try:
+            found = vmap(one)(records, used)
+        except RuntimeError:  # an operation without a batching rule (recurrent layers): slower, and the same numbers
+            singles = [one([x[i] for x in records], [d[i] for d in used]) for i in range(len(used[0]))]
+            found = {name: torch.stack([single[name] for single in singles]) for name in parameters}
     return {name: Dense.of(gradient) for name, gradient in found.items()}
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Its recurrent kernels fail under `torch.func`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about a setting that is only put back
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def carries_gradient(value: Any) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from .per_record import ROUNDING, Dense, PerRecord, row_squares, rule_for, scratch, wide
+
+_SMALLEST_TRACE = 2.0**-100
+"""Above this, what a float32 Gram matrix has lost is far below the margin."""
 
 
 class _Outer(PerRecord):
@@ -18,7 +21,8 @@ class _Outer(PerRecord):
         self.squared_norms = row_squares(z) * delta_squares
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        scaled = torch.mul(self.delta, weights.unsqueeze(1), out=scratch().take(self.delta.shape, self.delta))
+        weights = weights.to(self.delta).unsqueeze(1)
+        scaled = torch.mul(self.delta, weights, out=scratch().take(self.delta.shape, self.delta))
         return scaled.T @ self.z
 
     def dense(self) -> Tensor:
@@ -34,10 +38,10 @@ class _Ghost(PerRecord):
     def __init__(self, z: Tensor, delta: Tensor) -> None:
         self.z, self.delta = z, delta
         z_gram, delta_gram = z @ z.mT, delta @ delta.mT
-        self.squared_norms = gram_product(z_gram, delta_gram)
+        self.squared_norms = gram_product(z_gram, delta_gram, lambda: row_squares(z) * row_squares(delta))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        scaled = self.delta * weights[:, None, None]
+        scaled = self.delta * weights.to(self.delta)[:, None, None]
         return scaled.flatten(0, 1).T @ self.z.flatten(0, 1)
 
     def dense(self) -> Tensor:
@@ -47,11 +51,16 @@ class _Ghost(PerRecord):
         self.z, self.delta = _without(self.z, records), _without(self.delta, records)
 
 
-def gram_product(first: Tensor, second: Tensor) -> Tensor:
-    """Σ_{t,u} first·second for each record, with the margin that makes it an upper bound (`ROUNDING`)."""
-    squared = (first * second).flatten(1).sum(1).clamp_(min=0)
-    largest = first.diagonal(dim1=1, dim2=2).sum(1) * second.diagonal(dim1=1, dim2=2).sum(1)
-    return squared + ROUNDING * largest
+def gram_product(first: Tensor, second: Tensor, bound: Callable[[], Tensor]) -> Tensor:
+    """Σ_{t,u} first·second for each record, with the margin that makes it an upper bound (`ROUNDING`).
+
+    A Gram matrix of very small numbers has lost them (their products vanish): there, `bound` stands in.
+    """
+    squared = (first * second).flatten(1).sum(1).clamp_(min=0).double()
+    traces = [gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (first, second)]
+    squared = squared + ROUNDING * traces[0] * traces[1]
+    small = torch.minimum(*traces) < _SMALLEST_TRACE
+    return torch.where(small, bound(), squared) if bool(small.any()) else squared
 
 
 def _without(tensor: Tensor, records: Tensor) -> Tensor:

@@ -45,7 +45,10 @@ def rule_for(*layers: type[nn.Module]) -> Callable[[_R], _R]:
 
 
 class PerRecord(ABC):
-    """Formal guarantee: `squared_norms` is at least ‖g_i‖², to rounding, for the g_i that `weighted_sum` adds."""
+    """Formal guarantee: `squared_norms` is at least ‖g_i‖², to rounding, for the g_i that `weighted_sum` adds.
+
+    They are float64: squares and products of float32 numbers neither overflow nor vanish there.
+    """
 
     squared_norms: Tensor
 
@@ -88,7 +91,7 @@ class Dense(PerRecord):
         return cls(rows, lambda rows: rows[0].view(*rows.shape[1:-1], *shape), squared_norms)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        weights = weights.to(self.rows.dtype)
+        weights = weights.to(self.rows)
         return self.shaped(torch.stack([weights @ part for part in self.rows]))  # one by one: a product of all copies
 
     def dense(self) -> Tensor:
@@ -99,9 +102,17 @@ class Dense(PerRecord):
 
 
 def row_squares(rows: Tensor) -> Tensor:
-    """The squared length of each record's entries, read once and without a temporary of that size."""
-    norms: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1)
-    return norms.square()
+    """The squared length of each record's entries, in float64, read once and without a temporary of that size."""
+    rows = rows.flatten(1)
+    return squares_of(torch.linalg.vector_norm(rows, dim=1), rows.shape[1])
+
+
+def squares_of(norms: Tensor, size: int) -> Tensor:
+    """The squares of norms that were computed over `size` entries each, at least as large as the true ones.
+
+    The square of a float32 number below 2^-63 may vanish, so that a record of many such numbers seems to be zero.
+    """
+    return (norms.double() + math.sqrt(size) * 2.0**-62).square()
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ wrapped or patched: all of it is forward hooks that `close` removes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import Refused
 from . import conv, embedding, linear, norm  # noqa: F401  (registers their rules)
 from .fallback import Call, carries_gradient, fallback, float_outputs, record_axes
-from .per_record import RULES, PerRecord, Scratch, using
+from .per_record import RULES, PerRecord, Scratch, row_squares, using
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,8 @@ def find_units(model: nn.Module) -> list[Unit]:
         if any(name.startswith(f"{outer}.") if outer else bool(name) for outer in covered):
             continue
         own = dict(layer.named_parameters(recurse=False))
+        _refuse_unsafe_options(name, layer)
         if type(layer) in RULES and own:
-            _refuse_coupling_options(name, layer)
             units.append(Unit(name, layer, own))
         elif own or parametrize.is_parametrized(layer):
             units.append(Unit(name, layer, dict(layer.named_parameters())))
@@ -56,7 +56,12 @@ def find_units(model: nn.Module) -> list[Unit]:
     return units
 
 
-def _refuse_coupling_options(name: str, layer: nn.Module) -> None:
+def _refuse_unsafe_options(name: str, layer: nn.Module) -> None:
+    if getattr(layer, "batch_first", True) is False:
+        raise Refused(
+            f"Layer '{name}' ({type(layer).__name__}) has batch_first=False: records must come first in every layer "
+            "with parameters. Build it with batch_first=True."
+        )
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         option = "scale_grad_by_freq" if layer.scale_grad_by_freq else "max_norm"
         raise Refused(
@@ -108,7 +113,8 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.units = find_units(model)
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._parameters = dict(model.named_parameters())
+        self._names = {id(p): name for name, p in self._parameters.items()}
         self._on = False
         self._scratch = Scratch()
         self._anchor = torch.zeros((), requires_grad=True)
@@ -218,11 +224,12 @@ class Recorder:
         return pytree.tree_map(lambda x: next(fresh) if carries_gradient(x) else x, output)
 
     def _arrive(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
+        """Takes a layer's inputs and the gradients at its outputs (None for one that no loss depends on)."""
         unit = use.unit
-        inputs = [x.movedim(axis, 0) for x, axis in zip(inputs, record_axes(unit.layer), strict=False)]
-        deltas = [
-            d if d is None else d.movedim(axis, 0) for d, axis in zip(deltas, record_axes(unit.layer), strict=False)
-        ]
+        if use.call is not None:
+            inputs = [x.movedim(axis, 0) for x, axis in zip(inputs, record_axes(unit.layer), strict=False)]
+            axes = zip(deltas, record_axes(unit.layer), strict=False)
+            deltas = [d if d is None else d.movedim(axis, 0) for d, axis in axes]
         for tensor in (*inputs, *deltas):
             if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != self._records):
                 raise Refused(
@@ -233,15 +240,20 @@ class Recorder:
         if self._probed is not None:
             self._examine(use, inputs, deltas)
             return
-        with torch.no_grad(), self._switched(False), using(self._scratch):
-            if use.call is None:
-                found = RULES[type(unit.layer)](unit.layer, inputs[0], cast(Tensor, deltas[0]))
-            else:
-                found = fallback(unit.layer, use.call, inputs, deltas)
-        for local, gradient in found.items():
+        for local, gradient in self._gradients(use, inputs, deltas).items():
             parameter = unit.parameters.get(local)
             if parameter is not None and parameter.requires_grad:
                 self._found.setdefault(self._names[id(parameter)], []).append(gradient)
+
+    def _gradients(
+        self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]
+    ) -> Mapping[str, PerRecord]:
+        layer = use.unit.layer
+        precise = torch.autocast(inputs[0].device.type, enabled=False)  # backward may run inside of the user's autocast
+        with torch.no_grad(), precise, self._switched(False), using(self._scratch):
+            if use.call is None:
+                return RULES[type(layer)](layer, inputs[0], cast(Tensor, deltas[0]))
+            return fallback(layer, use.call, inputs, deltas)
 
     def _examine(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         described = use.unit.described
@@ -258,9 +270,9 @@ class Recorder:
                 )
 
     def _refuse_strays(self) -> None:
-        strays = [name for name, p in self.model.named_parameters() if p.grad is not None]
+        strays = [name for name, p in self._parameters.items() if p.grad is not None]
         if strays:
-            for p in self.model.parameters():
+            for p in self._parameters.values():
                 p.grad = None
             raise Refused(
                 f"Parameter '{strays[0]}' received a gradient outside of its layer's own forward pass (it is used "
@@ -288,7 +300,7 @@ class _Added(PerRecord):
 
     def __init__(self, uses: list[PerRecord]) -> None:
         self.uses = uses
-        self.squared_norms = self.dense().flatten(1).square().sum(1)
+        self.squared_norms = row_squares(self.dense())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = self.uses[0].weighted_sum(weights)

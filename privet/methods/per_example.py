@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
-from ..gradients import Recorder
+from ..gradients import PerRecord, Recorder
 from ..noise import Allocation
 from .base import (
     Method,
@@ -113,23 +113,27 @@ class _PerExampleSession(Session):
         if empty := set(method.groups or ()) - {group.name for group in self.groups}:
             raise ConfigError(f"No trainable parameter matches the patterns of group '{min(empty)}'.")
         self.clips = {group.name: method.clip_of(group.name) for group in self.groups}
-        self._below: dict[str, Tensor] = {}
+        self._all = dict(model.named_parameters())
         self.recorder = Recorder(model)
+        self.begin()
 
     def listening(self) -> AbstractContextManager[None]:
         return self.recorder.recording()
 
     def begin(self) -> None:
-        now = trainable(self.model)
-        if {id(p) for p in now.values()} != {id(p) for g in self.groups for p in g.parameters.values()}:
-            self.groups = group_parameters(now, self.method.groups)  # layers were frozen or thawed
+        grouped = {name for group in self.groups for name in group.parameters}
+        if grouped != {name for name, p in self._all.items() if p.requires_grad}:
+            self.groups = group_parameters(trainable(self.model), self.method.groups)  # layers were frozen or thawed
         for group in self.groups:
             group.total.zero_()
-            self._below[group.name] = torch.zeros((), dtype=torch.float64)
+        self._below = {group.name: torch.zeros((), dtype=torch.float64) for group in self.groups}
 
-    @torch.no_grad()
     def add(self, losses: Tensor) -> None:
         gradients = self.recorder.backward(losses)
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+            self._sum(losses, gradients)
+
+    def _sum(self, losses: Tensor, gradients: Mapping[str, PerRecord]) -> None:
         found = {g.name: {n: gradients[n] for n in g.parameters if n in gradients} for g in self.groups}
         squares = {
             group: torch.stack([g.squared_norms for g in members.values()]).sum(0)
