@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of glibc's mallopt(3)
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of glibc's mallopt(3)
 
 
 def keep_freed_memory() -> bool:
@@ -23,4 +22,4 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     kept = mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    return bool(kept and mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD))
+    return bool(kept and mallopt(_MMAP_MAX, 0))
