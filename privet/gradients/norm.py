@@ -45,19 +45,16 @@ def instance_norm(
 
 def _over_leading(normalised: Tensor, delta: Tensor, trailing: int) -> Mapping[str, PerRecord]:
     """Parameters live on the last `trailing` axes; everything between those and the record axis is summed."""
-    positions = tuple(range(1, delta.dim() - trailing))
-    product = normalised.mul_(delta)
-    return {
-        "weight": Dense.of(product.sum(positions) if positions else product),
-        "bias": Dense.of(delta.sum(positions) if positions else delta.clone()),
-    }
+    return _affine(normalised, delta, tuple(range(1, delta.dim() - trailing)))
 
 
 def _over_trailing(normalised: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
     """Parameters live on axis 1 (channels); everything after it is summed."""
-    positions = tuple(range(2, delta.dim()))
+    return _affine(normalised, delta, tuple(range(2, delta.dim())))
+
+
+def _affine(normalised: Tensor, delta: Tensor, positions: tuple[int, ...]) -> Mapping[str, PerRecord]:
     product = normalised.mul_(delta)
-    return {
-        "weight": Dense.of(product.sum(positions) if positions else product),
-        "bias": Dense.of(delta.sum(positions) if positions else delta.clone()),
-    }
+    if not positions:
+        return {"weight": Dense.of(product), "bias": Dense.of(delta.clone())}
+    return {"weight": Dense.of(product.sum(positions)), "bias": Dense.of(delta.sum(positions))}

@@ -1,0 +1,47 @@
+"""The benchmark measures what it says: both kinds of step, whole ones, and memory in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+from privet.bench import Case, measure, private
+from privet.cli import main
+from privet.errors import ConfigError
+from privet.ledger import Ledger
+from privet.memory import keep_freed_memory
+from privet.methods import method
+
+
+def test_the_command_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--model", "mlp", "--batch", "16", "--repetitions", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ratio"] == pytest.approx(result["private_ms"] / result["ordinary_ms"])
+    assert result["memory_ratio"] == pytest.approx(result["private_mib"] / result["ordinary_mib"])
+    assert result["ratio"] > 0.5 and result["memory_ratio"] > 0.5
+    assert set(result["layouts"]) == {"ordinary", "private"}
+
+
+def test_a_private_step_is_a_whole_one(tmp_path: Path) -> None:
+    """Noise is drawn and the ledger is charged in every step that is timed."""
+    step = private(Case(model="mlp", batch=4), "contiguous", method("per-example"), tmp_path)
+    for _ in range(3):
+        step()
+    with Ledger(tmp_path / "contiguous.ledger", create=False) as ledger:
+        assert [count for _, count in ledger.spent()] == [3]
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="No benchmark for model 'vgg'"):
+        Case(model="vgg", batch=4)
+    with pytest.raises(ConfigError, match="batch must be at least 1"):
+        Case(model="mlp", batch=0)
+    with pytest.raises(ConfigError, match="repetitions"):
+        measure(Case(model="mlp", batch=4), method("per-example"), repetitions=0)
+
+
+def test_freed_memory_can_be_kept_where_the_c_library_can() -> None:
+    assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
