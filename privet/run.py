@@ -6,6 +6,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
@@ -119,10 +120,14 @@ class Run:
         )
         items = [dataset[i] for i in range(min(4, self.size))] if check else []
         setting = Setting(batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation)
-        self.session = method.open(model, setting)
         self._ledger, self._own_ledger = _open(ledger)
-        self._entry = self._open_entry()
-        self.units_spent = self._recorded_units()
+        with ExitStack() as undo:  # a run that cannot begin leaves the model and the ledger as they were
+            undo.callback(self._close_ledger)
+            self.session = method.open(model, setting)
+            undo.callback(self.session.close)
+            self._entry = self._open_entry()
+            self.units_spent = self._recorded_units()
+            undo.pop_all()
         self._checking = check
         self._probe: Probe | None = None
         if check and method.records_must_be_independent:
@@ -200,6 +205,9 @@ class Run:
         self._optimizers.close()
         if self.finished:
             self._ledger.finish_run(self.id)
+        self._close_ledger()
+
+    def _close_ledger(self) -> None:
         if self._own_ledger:
             self._ledger.close()
 

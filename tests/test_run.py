@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 import privet
 import privet.noise
-from privet import Budget, BudgetExceeded, ConfigError, FixedSize, Partition, PerExample, Poisson, Refused, Run
+from privet import (
+    Budget,
+    BudgetExceeded,
+    ConfigError,
+    FixedSize,
+    Partition,
+    PerExample,
+    Poisson,
+    PrivetError,
+    Refused,
+    Run,
+)
 from privet.accounting import epsilon
 
 
@@ -528,3 +540,20 @@ def test_non_finite_records_change_nothing() -> None:
             outcomes.append(train(run, model, losses))
     assert all(torch.isfinite(g).all() for step in outcomes[1] for g in step.values())
     same(*outcomes)
+
+
+def test_a_run_that_cannot_begin_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    foreign = tmp_path / "notes.ledger"
+    foreign.write_text("not a ledger")
+    model = net()
+    with pytest.raises(PrivetError):
+        Run(
+            model,
+            data(),
+            method=PerExample(),
+            sampling=Poisson(batch=8),
+            budget=Budget(noise=1.0, steps=1, delta=1e-5),
+            ledger=foreign,
+        )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert foreign.read_text() == "not a ledger"
