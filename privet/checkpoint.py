@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from .run import Run
 
 _FORMAT = "privet checkpoint 1"
-_KEYS = {"run", "steps_done", "epoch_key", "spent", "session", "model", "stateful"}
+_KEYS = {"run", "terms", "steps_done", "epoch_key", "spent", "session", "model", "stateful"}
 
 
 def save(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
     content = {
         "format": _FORMAT,
         "run": run.id,
+        "terms": run.terms(),
         "steps_done": run.steps_done,
         "epoch_key": None if run._epoch_key is None else run._epoch_key.hex(),
         "spent": [(mechanism.to_json(), count) for mechanism, count in run._ledger.spent(run=run.id)],
@@ -73,6 +74,12 @@ def load(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} belongs to another run, and this one has taken {run.steps_done} steps already, which would be "
             "forgotten. Load it into a new Run."
+        )
+    if content["terms"] != run.terms():
+        changed = [name for name, value in run.terms().items() if content["terms"].get(name) != value]
+        raise CheckpointError(
+            f"{path} was made under another {', '.join(changed)}, and what it has paid for holds under its own terms "
+            "only. Make the Run with those, or start a new Run from the model's weights."
         )
     if missing := set(stateful) - set(content["stateful"]):
         raise CheckpointError(f"{path} holds no state for {sorted(missing)}; it has {sorted(content['stateful'])}.")

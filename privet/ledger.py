@@ -68,6 +68,7 @@ _CHARGE = """
 UPDATE entries SET units = units + ?, last_step = max(last_step, ?), charged = ?
 WHERE id = ? AND run = ? AND mechanism = ?
 """
+_LAST_STEP = "SELECT max(last_step) FROM entries WHERE run = ?"
 _TOTALS = """
 SELECT mechanism, sum(units) FROM entries WHERE ?1 IS NULL OR run = ?1 GROUP BY mechanism ORDER BY min(id)
 """
@@ -209,23 +210,28 @@ class Ledger:
             (entry,) = db.execute("SELECT id FROM entries WHERE run = ? AND mechanism = ?", (run, key)).fetchone()
         return Entry(id=entry, run=run, mechanism=mechanism, key=key)
 
-    def charge(self, entry: Entry, *, step: int, units: int = 1) -> None:
+    def charge(self, entry: Entry, *, step: int, units: int = 1, resumed: bool = False) -> int:
         """Pay for `units` compositions of the entry's mechanism, durably, before their noise is drawn.
 
-        Steps that are done again are paid again. Raises `BudgetExceeded` if the data set's budget does not
-        allow it, `LedgerError` if it cannot be written: then nothing was, and nothing may be released.
-        A step that is paid for already (a later batch of the same epoch) is charged with units = 0.
+        Returns the units paid. Steps that are done again are paid again: the first step after a checkpoint was loaded
+        (`resumed`) costs at least one unit if anyone has taken that step of the run before, also if it would be free
+        as a later part of a unit (`units` = 0). Raises `BudgetExceeded`
+        if the data set's budget does not allow it, `LedgerError` if it cannot be written: then nothing was, and
+        nothing may be released.
         """
         step, units = operator.index(step), operator.index(units)
         if step < 0 or units < 0:
             raise ConfigError(f"step = {step} and units = {units} must not be negative.")
-        while not self._try_charge(entry, step, units):
+        while (paid := self._try_charge(entry, step, units, resumed)) is None:
             pass  # ends, for what others spend meanwhile can only use the budget up
+        return paid
 
-    def _try_charge(self, entry: Entry, step: int, units: int) -> bool:
+    def _try_charge(self, entry: Entry, step: int, units: int, resumed: bool) -> int | None:
         totals: dict[str, int] = {}
         with self._transaction() as db:
             budget = _read_budget(db)
+            if resumed and units == 0 and step <= (db.execute(_LAST_STEP, (entry.run,)).fetchone()[0] or 0):
+                units = 1  # asked here, where no other process can take the step in between
             if budget:
                 totals = dict(db.execute(_TOTALS, (None,)).fetchall())
                 totals[entry.key] = totals.get(entry.key, 0) + units
@@ -243,7 +249,7 @@ class Ledger:
                     "taken. Use what is trained so far, or have the data's owners raise the budget."
                 )
             self._room = room
-        return paid
+        return units if paid else None
 
     def finish_run(self, run: str) -> None:
         """Note that the run came to its end. Opening it again takes the note back."""
@@ -299,7 +305,7 @@ class Ledger:
     def last_step(self, run: str) -> int:
         """The highest step that the run has paid for; 0 if none."""
         with self._reading() as db:
-            (step,) = db.execute("SELECT max(last_step) FROM entries WHERE run = ?", (run,)).fetchone()
+            (step,) = db.execute(_LAST_STEP, (run,)).fetchone()
         return step or 0
 
     # The connection

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,7 +20,6 @@ from torch.utils import _pytree as pytree
 from .errors import Refused
 from .methods import Session
 
-_SLOTS = 4
 _NOT_CHECKED = "Pass check=False to Run only if you can prove what this check asks for."
 
 
@@ -74,16 +74,8 @@ class Probe:
         self._losses = losses
 
     def _made_up(self, slots: list[int]) -> Any:
-        batch = self._collate([self._items[slot % len(self._items)] for slot in slots])
-        leaves, structure = pytree.tree_flatten(batch)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[:1] == (len(slots),):
-                rows = [
-                    torch.rand(leaf.shape[1:], generator=torch.Generator().manual_seed(_SLOTS * place + slot))
-                    for slot in slots
-                ]
-                leaves[place] = torch.stack(rows).to(leaf)
-        return pytree.tree_unflatten(leaves, structure)
+        """Items are made up before they are collated: a collate function may mix records, and must be seen to."""
+        return self._collate([_with_random_numbers(self._items[slot % len(self._items)], slot) for slot in slots])
 
     def _refuse_changed_buffers(self, before: dict[str, Tensor]) -> None:
         now = dict(self._model.named_buffers())
@@ -112,6 +104,21 @@ class Probe:
             " Each loss must depend on its own record alone: no weights, centring, sorting or averaging over the "
             f"batch. {_NOT_CHECKED}"
         )
+
+
+def _with_random_numbers(item: Any, slot: int) -> Any:
+    generator = torch.Generator().manual_seed(slot)
+
+    def random(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return torch.rand(leaf.shape, generator=generator).to(leaf)
+        if isinstance(leaf, np.ndarray) and np.issubdtype(leaf.dtype, np.floating):
+            return torch.rand(leaf.shape, generator=generator).numpy().astype(leaf.dtype)
+        if isinstance(leaf, float):
+            return float(torch.rand((), generator=generator))
+        return leaf
+
+    return pytree.tree_map(random, item)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class Run:
         self.id = run_id or uuid.uuid4().hex
         self.steps_done = 0
         self._pending: Step | None = None
-        self._repeats = False
+        self._repeats = self._resumed = False
         self._epoch_key = sampling.epoch_key(self.source)
         self._physical = None if physical_batch == "auto" else physical_batch
         self._options = dict(loader_options or {})
@@ -118,7 +118,7 @@ class Run:
             allocation=method.allocation,
             post=tuple(post),
         )
-        items = [dataset[i] for i in range(min(4, self.size))] if check else []
+        self._items = [dataset[i] for i in range(min(4, self.size))] if check else []
         setting = Setting(batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation)
         self._ledger, self._own_ledger = _open(ledger)
         with ExitStack() as undo:  # a run that cannot begin leaves the model and the ledger as they were
@@ -128,12 +128,12 @@ class Run:
             self._entry = self._open_entry()
             self.units_spent = self._recorded_units()
             undo.pop_all()
-        self._checking = check
+        self._checking = check and method.records_must_be_independent
         self._probe: Probe | None = None
-        if check and method.records_must_be_independent:
-            collate = self._options.get("collate_fn") or default_collate
-            self._probe = Probe(model, self.session, items, collate)
-        self._optimizers = _OptimizerGuard(model)
+        self._modes: list[bool] = []
+        self._iterations = 0
+        self._buffers: dict[str, tuple[int, int]] = self._buffer_versions()
+        self._optimizers = _OptimizerGuard(model, weakref.ref(self))
         weakref.finalize(self, self._optimizers.close)
         self._closed = False
 
@@ -167,6 +167,15 @@ class Run:
         """Continues from a checkpoint: with fresh noise, paying for steps that are done again."""
         checkpoint.load(self, Path(path), stateful)
 
+    def terms(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be continued: all that its payments rest on."""
+        return {
+            "sampling": f"{type(self.sampling).__name__} {asdict(self.sampling)}",
+            "number of records": self.records,
+            "mechanism": self.plan.mechanism.to_json(),
+            "unit": self.unit,
+        }
+
     def _continue(self, run: str, steps_done: int, epoch_key: bytes | None, spent: Spent) -> None:
         """Goes on as an earlier run. The ledger is the truth; where it knows less than the checkpoint, it is told."""
         self._pending = None
@@ -181,6 +190,7 @@ class Run:
         self._entry = self._open_entry()
         self.units_spent = self._recorded_units()
         self._repeats = self._ledger.last_step(run) > steps_done
+        self._resumed = True
 
     def _recorded_units(self) -> int:
         return sum(count for _, count in self._ledger.spent(run=self.id))
@@ -228,7 +238,11 @@ class Run:
             self.size, self.records, self.source, epoch_key=self._epoch_key, start=start, steps=count
         )
         drawn = self._load(samples)
+        self._iterations += 1
+        this = self._iterations
         for _ in range(count):
+            if this != self._iterations:
+                raise Refused("This loop over run.loader was overtaken by a newer one: use one at a time.")
             if not self._affordable():
                 log.warning("The budget is spent after %d steps: training ends here.", self.steps_done)
                 return
@@ -239,15 +253,35 @@ class Run:
                 )
             for parameter in self.model.parameters():
                 parameter.grad = None
-            chunks = (chunk for sample in islice(drawn, 1) for chunk in sample)
-            self._pending = Step(chunks, self.session, self.source, self._rules, self._record, self._probe)
+            self._pending = Step(
+                self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe()
+            )
             yield self._pending
+
+    def _chunks(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Iterator[tuple[Any, Chunk]]:
+        """The chunks of the next sample, with a note of what the model's buffers were before it."""
+        self._buffers = self._buffer_versions()
+        for sample in islice(drawn, 1):
+            yield from sample
+
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), buffer._version) for name, buffer in self.model.named_buffers()}
 
     def _load(self, samples: Iterable[Sample]) -> Iterator[Iterator[tuple[Any, Chunk]]]:
         """The chunks of each sample, through the user's own collate function and workers. Starts when first asked."""
         self._end_probe()
         sampler = ChunkSampler(samples, self._physical, cut=self.session.cut)
         yield from steps(iter(DataLoader(self.dataset, batch_sampler=sampler, **self._options)), sampler)
+
+    def _new_probe(self) -> Probe | None:
+        """A check on made-up records is due before the first step, and whenever a layer's mode has changed since."""
+        modes = [module.training for module in self.model.modules()]
+        if not self._checking or modes == self._modes:
+            return None
+        self._modes = modes
+        collate = self._options.get("collate_fn") or default_collate
+        self._probe = Probe(self.model, self.session, self._items, collate)
+        return self._probe
 
     def _end_probe(self) -> None:
         """After made-up records went through the model it is known how much memory one of them takes."""
@@ -272,11 +306,17 @@ class Run:
 
     def _record(self) -> None:
         """Pays for the next step. Called after the sums are bounded and before their noise is drawn."""
+        changed = [name for name, version in self._buffer_versions().items() if self._buffers.get(name) != version]
+        if changed and self.method.records_must_be_independent:
+            raise Refused(
+                f"Buffer '{changed[0]}' was changed by a forward pass over private records, so it carries statistics "
+                "of them. Nothing was released. Take the model's buffers from before, and freeze that layer: .eval()."
+            )
         if not self._affordable():
             raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
-        due = self._units_due()
-        self._ledger.charge(self._entry, step=self.steps_done + 1, units=due)
-        self.units_spent += due
+        step, due = self.steps_done + 1, self._units_due()
+        self.units_spent += self._ledger.charge(self._entry, step=step, units=due, resumed=self._resumed)
+        self._resumed = False
         self.steps_done += 1
         self._repeats = False
         if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
@@ -337,23 +377,29 @@ class Loader:
 
 
 class _OptimizerGuard:
-    """Refuses an optimizer that holds protected parameters together with others that have raw gradients."""
+    """Refuses an optimizer that is called too early, or that also holds parameters with raw gradients."""
 
     _active: ClassVar[weakref.WeakSet[_OptimizerGuard]] = weakref.WeakSet()
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, run: weakref.ref[Run]) -> None:
+        self._run = run
+        self._parameters = [weakref.ref(p) for p in model.parameters()]
         self._handle = register_optimizer_step_pre_hook(self._look)
         self._active.add(self)
 
     def _protected(self) -> set[int]:
-        model = self._model()
-        return set() if model is None else {id(p) for p in model.parameters()}
+        return {id(p) for reference in self._parameters if (p := reference()) is not None}
 
     def _look(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if self._protected().isdisjoint(map(id, held)):
             return
+        run = self._run()
+        if run is not None and run._pending is not None and run._pending.open:
+            raise Refused(
+                "The optimizer was called while the step's sample was still coming in: p.grad is there only after the "
+                "inner loop `for batch in step:` has ended. Move optimizer.step() out of it, one level to the left."
+            )
         protected = set[int]().union(*(guard._protected() for guard in self._active))
         foreign = [p for p in held if id(p) not in protected]
         for p in foreign:
@@ -370,6 +416,11 @@ class _OptimizerGuard:
 
 
 def _length(dataset: Dataset[Any]) -> int:
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "Privet draws the samples itself, so it cannot use a DataLoader: give its data set "
+            "(loader.dataset), and collate_fn or num_workers as loader_options."
+        )
     try:
         size = len(dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -72,6 +72,8 @@ class Step:
         self._rules, self._record, self._probe = rules, record, probe
         self._waiting: tuple[int, Callable[[Tensor], None]] | None = None
         self._begun = False
+        self.open = False
+        """Whether the inner loop is going on."""
         self.released = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,8 +90,12 @@ class Step:
 
     def _ask(self, batch: Any, size: int, take: Callable[[Tensor], None]) -> Iterator[Any]:
         self._waiting = (size, take)
-        with self._session.listening():
-            yield batch
+        self.open = True
+        try:
+            with self._session.listening():
+                yield batch
+        finally:
+            self.open = False
         if self._waiting is not None:
             raise Refused(
                 "The losses of a chunk were not handed in. Call step.backward(losses) once for each chunk, with one "
@@ -102,8 +108,8 @@ class Step:
             raise Refused("step.backward(losses) belongs inside `for batch in step:`, once for each chunk.")
         size, take = self._waiting
         check_losses(losses, size)
+        self._waiting = None  # also if it fails half-way: a chunk handed in again would count twice
         take(losses)
-        self._waiting = None
 
     def _release(self) -> None:
         queries = self._session.finish()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import privet
-from privet import Budget, CheckpointError, Partition, PerExample, Poisson, PrivetError, Run
+from privet import Budget, CheckpointError, Ledger, Partition, PerExample, Poisson, PrivetError, Run
 
 DELTA = 1e-5
 OPEN: list[Run] = []
@@ -211,17 +211,39 @@ def test_the_budget_counts_steps_that_were_done_again(tmp_path: Path) -> None:
     assert not list(first.run.loader)
 
 
-def test_another_noise_multiplier_after_resuming_is_accounted_beside_the_first(tmp_path: Path) -> None:
-    first = Training()
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"budget": Budget(noise=3.0, steps=20, delta=DELTA)},
+        {"sampling": Partition(batch=4)},
+        {"sampling": Poisson(batch=8)},
+        {"records": 80},
+    ],
+    ids=["noise", "batch", "rule", "records"],
+)
+def test_a_checkpoint_is_continued_under_its_own_terms_only(tmp_path: Path, other: dict[str, Any]) -> None:
+    """What an unfinished epoch has paid for says nothing about another noise, partition or number of records."""
+    first = Training(sampling=Partition(batch=8))
     first.go(3)
     first.save(tmp_path / "c")
-    second = Training(budget=Budget(noise=3.0, steps=20, delta=DELTA))
-    second.load(tmp_path / "c")
-    second.go(2)
-    assert second.run.units_spent == 5
-    second.save(tmp_path / "d")
-    content = torch.load(tmp_path / "d", weights_only=True)
-    assert sorted((m["noise_multiplier"], count) for m, count in content["spent"]) == [(2.0, 3), (3.0, 2)]
+    second = Training(**{"sampling": Partition(batch=8)} | other)
+    with pytest.raises(CheckpointError, match="was made under another"):
+        second.load(tmp_path / "c")
+
+
+def test_two_processes_that_continue_one_epoch_pay_for_it_each(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sampling": Partition(batch=8), "ledger": tmp_path / "data.ledger"}
+    first = Training(**options)
+    first.go(1)
+    first.save(tmp_path / "c")
+    first.run.close()
+    twins = [Training(**options), Training(**options)]
+    for twin in twins:
+        twin.load(tmp_path / "c")  # both before either takes a step
+    for twin in twins:
+        twin.go(4)
+    with Ledger(tmp_path / "data.ledger") as ledger:
+        assert sum(count for _, count in ledger.spent()) == 2
 
 
 def test_a_step_that_was_left_can_be_followed_by_a_restore(tmp_path: Path) -> None:
@@ -285,7 +307,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
     training.run.save(tmp_path / "c", optimizer=training.optimizer)
     other = net(width=6)
     with Run(
-        other, Numbered(), method=PerExample(), sampling=Poisson(batch=8), budget=Budget(noise=1, steps=2, delta=DELTA)
+        other, Numbered(), method=PerExample(), sampling=Poisson(batch=8), budget=Budget(noise=2, steps=2, delta=DELTA)
     ) as run:
         with pytest.raises(CheckpointError, match="does not fit"):
             run.load(tmp_path / "c")

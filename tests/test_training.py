@@ -26,6 +26,7 @@ def config(tmp_path: Path, **options: Any) -> TrainConfig:
     fast: dict[str, Any] = {
         "sampling": "partition", "batch": 512, "epochs": 3, "lr": 1.0, "noise": 2.0, "delta": 1e-5, "threads": 1,
         "model_options": {"hidden": [16]}, "method_options": {"clip": 0.1}, "out": str(tmp_path / "run"),
+        "ledger": str(tmp_path / "digits.ledger"),
     }  # fmt: skip
     return TrainConfig(**fast | options)
 

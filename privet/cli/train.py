@@ -161,7 +161,7 @@ def _summary(result: Result) -> str:
         f"(number {told['records_are_public']}, public), {told['steps']} steps",
         "trained": f"{config.model} on {config.data} in {result.seconds:.0f} s",
         "folder": str(result.out),
-        "ledger": f"{result.ledger}: all {result.ledger_runs} runs on this data together cost epsilon "
+        "ledger": f"{result.ledger}: all {result.ledger_runs} runs recorded there together cost epsilon "
         f"{result.ledger_total.epsilon:.4g}",
     }
     if config.noise_level == "seeded":

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import gram_product
-from .per_record import Dense, PerRecord, row_squares, rule_for, scratch, squares_of, wide
+from .per_record import Dense, PerRecord, row_squares, rule_for, scratch, wide
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -73,7 +73,7 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
     views = plan.patches(z.movedim(1, -1) if frame is None else frame)
     patches = scratch().take((block * groups, math.prod(plan.grid), plan.width), z)
     rows = scratch().take((plan.parts, records * groups, channels_out // groups, plan.width), z)
-    norms = z.new_empty(plan.parts, records * groups)
+    squares = z.new_zeros(records, dtype=torch.float64)
     delta = _by_group(delta, groups)
     for start in range(0, records, block):
         count = min(block, records - start)
@@ -88,7 +88,7 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
         for part, first in enumerate(plan.starts):
             out = rows[part, which]
             torch.bmm(delta[which], patch[:, first : first + plan.positions], out=out)
-            torch.linalg.vector_norm(out.flatten(1), dim=1, out=norms[part, which])  # while it lies in the cache
+            squares[start : start + count] += row_squares(out.view(count, -1))  # while it lies in the cache
 
     def shaped(rows: Tensor) -> Tensor:
         """(parts, …, size) to (…, channels out, channels in of a group, *kernel)."""
@@ -98,7 +98,6 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
             return rows.movedim(0, -3).flatten(-3, -2)
         return rows[0]
 
-    squares = squares_of(norms, rows[0, 0].numel()).view(plan.parts, records, groups).sum((0, 2))
     return Dense(rows.view(plan.parts, records, -1), shaped, squares)
 
 
@@ -161,8 +160,9 @@ class _Ghost(PerRecord):
         self.layer, self.z, self.padding, self.delta = layer, z, padding, delta
         rows = delta.flatten(2)
         taps = math.prod(layer.kernel_size)  # no input is in more patches than that
+        summed = layer.in_channels + taps + layer.out_channels
         self.squared_norms = gram_product(
-            self._patch_gram(), rows.mT @ rows, lambda: taps * row_squares(z) * row_squares(delta)
+            self._patch_gram(), rows.mT @ rows, summed, lambda: taps * row_squares(z) * row_squares(delta)
         )
 
     def _patch_gram(self) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from .per_record import ROUNDING, Dense, PerRecord, row_squares, rule_for, scratch, wide
+from .per_record import UNIT_ROUNDING, Dense, PerRecord, row_squares, rule_for, scratch, wide
 
 _SMALLEST_TRACE = 2.0**-100
 """Above this, what a float32 Gram matrix has lost is far below the margin."""
@@ -38,7 +38,8 @@ class _Ghost(PerRecord):
     def __init__(self, z: Tensor, delta: Tensor) -> None:
         self.z, self.delta = z, delta
         z_gram, delta_gram = z @ z.mT, delta @ delta.mT
-        self.squared_norms = gram_product(z_gram, delta_gram, lambda: row_squares(z) * row_squares(delta))
+        summed = z.shape[2] + delta.shape[2]
+        self.squared_norms = gram_product(z_gram, delta_gram, summed, lambda: row_squares(z) * row_squares(delta))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         scaled = self.delta * weights.to(self.delta)[:, None, None]
@@ -51,14 +52,19 @@ class _Ghost(PerRecord):
         self.z, self.delta = _without(self.z, records), _without(self.delta, records)
 
 
-def gram_product(first: Tensor, second: Tensor, bound: Callable[[], Tensor]) -> Tensor:
-    """Σ_{t,u} first·second for each record, with the margin that makes it an upper bound (`ROUNDING`).
+def gram_product(first: Tensor, second: Tensor, summed: int, bound: Callable[[], Tensor]) -> Tensor:
+    """Σ_{t,u} first·second for each record, for Gram matrices that took sums of `summed` products, both together.
+
+    Formal guarantee: never below the true value. Its terms may cancel, and rounding errors are relative to the terms
+    and not to the result: a hostile record could have a norm that is computed as nearly zero and is not. A sum of n
+    products errs by at most n·2^-24 of the sum of their sizes, which by Cauchy and Schwarz is at most the product of
+    the traces, so that share of it is added. (The outer sum is in float64.)
 
     A Gram matrix of very small numbers has lost them (their products vanish): there, `bound` stands in.
     """
-    squared = (first * second).flatten(1).sum(1).clamp_(min=0).double()
+    squared = (first * second).flatten(1).sum(1, dtype=torch.float64).clamp_(min=0)
     traces = [gram.diagonal(dim1=1, dim2=2).sum(1).double() for gram in (first, second)]
-    squared = squared + ROUNDING * traces[0] * traces[1]
+    squared = squared + (summed + 8) * UNIT_ROUNDING * traces[0] * traces[1]
     small = torch.minimum(*traces) < _SMALLEST_TRACE
     return torch.where(small, bound(), squared) if bool(small.any()) else squared
 

@@ -25,13 +25,8 @@ RULES: dict[type[nn.Module], Rule] = {}
 
 _R = TypeVar("_R", bound=Rule)
 
-ROUNDING = 2.0**-20
-"""What a ghost norm adds, as a share of the largest value that its sums could have had.
-
-A ghost norm is a sum of products that may cancel: the rounding error is relative to the terms and not to the result,
-so that a hostile record could have a norm that is computed as nearly zero and is not. Adding this share makes the
-computed norm an upper bound on the true one.
-"""
+UNIT_ROUNDING = 2.0**-24
+"""Of float32: the relative error of one addition or multiplication."""
 
 
 def rule_for(*layers: type[nn.Module]) -> Callable[[_R], _R]:
@@ -101,18 +96,42 @@ class Dense(PerRecord):
         self.rows[:, records] = 0
 
 
+_SLICE = 2**14
+"""Norms are taken over at most so many entries at a time: float32 loses up to an 8000th of a longer one's square."""
+
+
 def row_squares(rows: Tensor) -> Tensor:
-    """The squared length of each record's entries, in float64, read once and without a temporary of that size."""
-    rows = rows.flatten(1)
-    return squares_of(torch.linalg.vector_norm(rows, dim=1), rows.shape[1])
+    """The squared length of each record's entries, in float64, read once and without a temporary of that size.
 
-
-def squares_of(norms: Tensor, size: int) -> Tensor:
-    """The squares of norms that were computed over `size` entries each, at least as large as the true ones.
-
-    The square of a float32 number below 2^-63 may vanish, so that a record of many such numbers seems to be zero.
+    At least as large as the true one, but for a relative error of 2^-14: callers leave room for that. The square of a
+    float32 number below 2^-63 may vanish; so that a record of many such numbers does not seem to be zero, each norm is
+    raised by what may have been lost.
     """
-    return (norms.double() + math.sqrt(size) * 2.0**-62).square()
+    rows = rows.flatten(1)
+    size = rows.shape[1]
+    lost = math.sqrt(min(size, _SLICE)) * 2.0**-62
+    if size <= _SLICE:
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return (norms.double() + lost).square()
+    whole = size - size % _SLICE
+    slices = rows[:, :whole].unflatten(1, (-1, _SLICE))  # type: ignore[no-untyped-call]
+    norms = torch.linalg.vector_norm(slices, dim=2)
+    squares = (norms.double() + lost).square().sum(1)
+    return squares + row_squares(rows[:, whole:]) if whole < size else squares
+
+
+@contextmanager
+def full_precision(like: Tensor) -> Iterator[None]:
+    """Bounds are computed in float32 as it stands, whatever precision the user allows the model's own products."""
+    allowed = torch.get_float32_matmul_precision()
+    if allowed != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(like.device.type, enabled=False):
+            yield
+    finally:
+        if allowed != "highest":
+            torch.set_float32_matmul_precision(allowed)
 
 
 def wide(tensor: Tensor) -> Tensor:

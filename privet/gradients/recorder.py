@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
-from . import conv, embedding, linear, norm  # noqa: F401  (registers their rules)
 from .fallback import Call, carries_gradient, fallback, float_outputs, record_axes
-from .per_record import RULES, PerRecord, Scratch, row_squares, using
+from .per_record import RULES, Dense, PerRecord, Scratch, full_precision, using
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +118,8 @@ class Recorder:
         self._scratch = Scratch()
         self._anchor = torch.zeros((), requires_grad=True)
         self._found: dict[str, list[PerRecord]] = {}
-        self._records = 0
+        self._records: int | None = None
+        """How many losses are being differentiated; None outside of `backward`."""
         self._probed: int | None = None
         self.bytes_seen = 0
         """Bytes that passed through recorded layers since it was last set to zero."""
@@ -146,16 +146,29 @@ class Recorder:
         finally:
             self._on = before
 
+    def refuse_changes(self) -> None:
+        """Refuses a model whose parameters are not those that were hooked."""
+        now = dict(self.model.named_parameters())
+        for name in now.keys() | self._parameters.keys():
+            if now.get(name) is not self._parameters.get(name):
+                raise Refused(
+                    f"Parameter '{name}' was added to the model, taken away or replaced after the Run was made, so it "
+                    "is not protected. Change the model first, then make the Run."
+                )
+
     def backward(self, losses: Tensor) -> dict[str, PerRecord]:
         """Each record's gradient of its own loss, by parameter name; parameters that no loss reached are absent.
 
         What is returned may be used until the next call.
         """
         self._begin(losses)
-        torch.autograd.backward(losses, torch.ones_like(losses))
+        try:
+            torch.autograd.backward(losses, torch.ones_like(losses))
+        finally:
+            self._records = None
         self._refuse_strays()
         found, self._found = self._found, {}
-        return {name: uses[0] if len(uses) == 1 else _Added(uses) for name, uses in found.items()}
+        return {name: _added(uses) for name, uses in found.items()}
 
     def reaches_others(self, losses: Tensor, record: int) -> str | None:
         """The layer at which this record's loss has a gradient for another record, if there is one.
@@ -171,7 +184,7 @@ class Recorder:
         except _Coupled as coupled:
             return str(coupled)
         finally:
-            self._probed, self._found = None, {}
+            self._probed, self._found, self._records = None, {}, None
         self._refuse_strays()
         return None
 
@@ -200,7 +213,7 @@ class Recorder:
 
         return [
             unit.layer.register_forward_pre_hook(before, with_kwargs=True),
-            unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True),
+            unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
         ]
 
     def _tap(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
@@ -214,6 +227,11 @@ class Recorder:
             outputs = [x.clone() for x in float_outputs(output)]
             shapes = [x.shape for x in outputs]
         self.bytes_seen += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
+        if not outputs:
+            raise Refused(
+                f"Layer {unit.described} has parameters of its own and returns a {type(output).__name__}, which Privet "
+                "cannot look into. Return a tensor, a tuple or a dict, or give the parameters a module of their own."
+            )
         use = _Use(self, unit, shapes, call)
         tapped = _Tap.apply(  # type: ignore[no-untyped-call]
             use, self._anchor, *outputs, *[x.detach() for x in inputs]
@@ -226,6 +244,11 @@ class Recorder:
     def _arrive(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         """Takes a layer's inputs and the gradients at its outputs (None for one that no loss depends on)."""
         unit = use.unit
+        if self._records is None:
+            raise Refused(
+                "A backward pass was run on the model inside of a private step. Hand one loss per record to "
+                "step.backward(losses) in place of loss.backward()."
+            )
         if use.call is not None:
             inputs = [x.movedim(axis, 0) for x, axis in zip(inputs, record_axes(unit.layer), strict=False)]
             axes = zip(deltas, record_axes(unit.layer), strict=False)
@@ -240,17 +263,18 @@ class Recorder:
         if self._probed is not None:
             self._examine(use, inputs, deltas)
             return
-        for local, gradient in self._gradients(use, inputs, deltas).items():
-            parameter = unit.parameters.get(local)
-            if parameter is not None and parameter.requires_grad:
-                self._found.setdefault(self._names[id(parameter)], []).append(gradient)
+        found = self._gradients(use, inputs, deltas)
+        for local, parameter in unit.parameters.items():
+            if parameter.requires_grad:
+                if not isinstance(found.get(local), PerRecord):
+                    raise Refused(f"The rule for layer {unit.described} gives no gradient for its parameter '{local}'.")
+                self._found.setdefault(self._names[id(parameter)], []).append(found[local])
 
     def _gradients(
         self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]
     ) -> Mapping[str, PerRecord]:
         layer = use.unit.layer
-        precise = torch.autocast(inputs[0].device.type, enabled=False)  # backward may run inside of the user's autocast
-        with torch.no_grad(), precise, self._switched(False), using(self._scratch):
+        with torch.no_grad(), full_precision(inputs[0]), self._switched(False), using(self._scratch):
             if use.call is None:
                 return RULES[type(layer)](layer, inputs[0], cast(Tensor, deltas[0]))
             return fallback(layer, use.call, inputs, deltas)
@@ -258,7 +282,7 @@ class Recorder:
     def _examine(self, use: _Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         described = use.unit.described
         for delta in (d for d in deltas if d is not None):
-            others = torch.arange(self._records, device=delta.device) != self._probed
+            others = torch.arange(len(delta), device=delta.device) != self._probed
             if bool((delta[others] != 0).any()):
                 raise _Coupled(described)
         with torch.no_grad(), self._switched(False):
@@ -295,28 +319,18 @@ def _not_a_view(output: Tensor) -> Tensor:
     return base if whole else output.clone()
 
 
-class _Added(PerRecord):
-    """A parameter used several times: the gradients of its uses are added before the norm is taken."""
+def _added(uses: list[PerRecord]) -> PerRecord:
+    """A parameter used several times: the gradients of its uses are added record by record, and then treated as one.
 
-    def __init__(self, uses: list[PerRecord]) -> None:
-        self.uses = uses
-        self.squared_norms = row_squares(self.dense())
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        total = self.uses[0].weighted_sum(weights)
-        for use in self.uses[1:]:
-            total = total + use.weighted_sum(weights)
-        return total
-
-    def dense(self) -> Tensor:
-        total = self.uses[0].dense().clone()
-        for use in self.uses[1:]:
-            total += use.dense()
-        return total
-
-    def drop(self, records: Tensor) -> None:
-        for use in self.uses:
-            use.drop(records)
+    In full, although each use could give its norms and sums without: where the uses of a record cancel, their sums
+    over all records, taken apart, would lose everybody else's gradient in the rounding.
+    """
+    if len(uses) == 1:
+        return uses[0]
+    total = uses[0].dense().clone()
+    for use in uses[1:]:
+        total += use.dense()
+    return Dense.of(total)
 
 
 class _Coupled(Exception):

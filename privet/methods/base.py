@@ -80,12 +80,16 @@ class Setting:
 
 
 class ParameterGroup:
-    """Named parameters whose summed gradient is one flat vector; `views` are its parts in the parameters' shapes."""
+    """Named parameters whose summed gradient is one flat vector; `views` are its parts in the parameters' shapes.
+
+    The layout is that of the parameters when the group was made, whatever becomes of theirs.
+    """
 
     def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
         self.name = name
         self.parameters = dict(parameters)
         self.size = sum(p.numel() for p in self.parameters.values())
+        self._layouts = {name: (p.shape, _dense_stride(p)) for name, p in self.parameters.items()}
         first = next(iter(self.parameters.values()))
         exact = any(p.dtype == torch.float64 for p in self.parameters.values())
         dtype = torch.float64 if exact else torch.float32
@@ -96,17 +100,18 @@ class ParameterGroup:
         """The parts of a flat vector, each laid out in memory as its parameter is (channels last, for one)."""
         parts: dict[str, Tensor] = {}
         start = 0
-        for name, p in self.parameters.items():
-            part = flat[start : start + p.numel()]
-            dense = p.is_contiguous() or p.is_contiguous(memory_format=_channels_last(p))
-            parts[name] = part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense else part.view(p.shape)
-            start += p.numel()
+        for name, (shape, stride) in self._layouts.items():
+            part = flat[start : start + shape.numel()]
+            parts[name] = part.as_strided(shape, stride, part.storage_offset())
+            start += shape.numel()
         return parts
 
 
-def _channels_last(p: Tensor) -> torch.memory_format:
+def _dense_stride(p: Tensor) -> tuple[int, ...]:
+    """The parameter's own stride if it fills its memory (channels last does), else that of a contiguous one."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return formats.get(p.dim(), torch.contiguous_format)
+    dense = p.is_contiguous() or p.is_contiguous(memory_format=formats.get(p.dim(), torch.contiguous_format))
+    return p.stride() if dense else torch.empty(p.shape, device="meta").stride()
 
 
 class Method(ABC):

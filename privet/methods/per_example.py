@@ -33,8 +33,10 @@ from .base import (
     trainable,
 )
 
-_MARGIN = 1 - 2.0**-20
+_MARGIN = 1 - 2.0**-14
 """Norms are computed in float32; aiming this much below C keeps what comes out at C or less."""
+_SMALLEST_FACTOR = 2.0**-120
+"""A smaller factor would be rounded coarsely in float32, upwards too: the record is left out instead."""
 
 
 @register
@@ -87,8 +89,10 @@ class PerExample(Method):
         """By what each record's gradient is multiplied, given the squares of their norms."""
         norms = squared_norms.sqrt()
         if self.clip_function == "automatic":
-            return clip * _MARGIN / (norms + self.stability)
-        return (clip * _MARGIN / norms).clamp_(max=1)
+            factors = clip * _MARGIN / (norms + self.stability)
+        else:
+            factors = (clip * _MARGIN / norms).clamp_(max=1)
+        return factors.masked_fill(factors < _SMALLEST_FACTOR, 0)
 
 
 def group_parameters(
@@ -121,6 +125,7 @@ class _PerExampleSession(Session):
         return self.recorder.recording()
 
     def begin(self) -> None:
+        self.recorder.refuse_changes()
         grouped = {name for group in self.groups for name in group.parameters}
         if grouped != {name for name, p in self._all.items() if p.requires_grad}:
             self.groups = group_parameters(trainable(self.model), self.method.groups)  # layers were frozen or thawed

@@ -93,7 +93,7 @@ class TrainConfig:
 
     out: str | None = _option(None, _OUTPUT, "folder of the run", otherwise="runs/DATA-METHOD-NUMBER", run=False)
     ledger: str | None = _option(
-        None, _OUTPUT, "the data set's ledger", otherwise="DATA.ledger beside the run's folder"
+        None, _OUTPUT, "the data set's ledger", otherwise="runs/DATA.ledger, wherever --out lies"
     )
     quiet: bool = _option(False, _OUTPUT, "no progress bar", run=False, resume=True)
     json: bool = _option(False, _OUTPUT, "print one JSON object", run=False, resume=True)

@@ -43,7 +43,8 @@ class Place:
             self.folder = Path("runs", f"{self._stem}-{config.method}-1")
 
     def open_ledger(self, config: TrainConfig, data: Data) -> Ledger:
-        path = self.folder.parent / f"{self._stem}.ledger" if config.ledger is None else Path(config.ledger)
+        # One ledger for a data set, wherever its runs are put.
+        path = Path("runs", f"{self._stem}.ledger") if config.ledger is None else Path(config.ledger)
         if config.ledger is None:
             self._make_folder(path.parent)
         if existed := path.exists():
