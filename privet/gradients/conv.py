@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import gram_product
-from .per_record import Dense, PerRecord, row_squares, rule_for, scratch, wide
+from .per_record import SLICE, Dense, PerRecord, row_squares, rule_for, scratch, squares_of, wide
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -73,6 +73,8 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
     views = plan.patches(z.movedim(1, -1) if frame is None else frame)
     patches = scratch().take((block * groups, math.prod(plan.grid), plan.width), z)
     rows = scratch().take((plan.parts, records * groups, channels_out // groups, plan.width), z)
+    size = rows[0, :groups].numel()
+    norms = z.new_empty(plan.parts, records)
     squares = z.new_zeros(records, dtype=torch.float64)
     delta = _by_group(delta, groups)
     for start in range(0, records, block):
@@ -88,7 +90,13 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
         for part, first in enumerate(plan.starts):
             out = rows[part, which]
             torch.bmm(delta[which], patch[:, first : first + plan.positions], out=out)
-            squares[start : start + count] += row_squares(out.view(count, -1))  # while it lies in the cache
+            flat = out.view(count, -1)  # its norm is taken while it lies in the cache
+            if size <= SLICE:
+                torch.linalg.vector_norm(flat, dim=1, out=norms[part, start : start + count])
+            else:
+                squares[start : start + count] += row_squares(flat)
+    if size <= SLICE:
+        squares = squares_of(norms, size).sum(0)
 
     def shaped(rows: Tensor) -> Tensor:
         """(parts, …, size) to (…, channels out, channels in of a group, *kernel)."""

@@ -96,7 +96,7 @@ class Dense(PerRecord):
         self.rows[:, records] = 0
 
 
-_SLICE = 2**14
+SLICE = 2**14
 """Norms are taken over at most so many entries at a time: float32 loses up to an 8000th of a longer one's square."""
 
 
@@ -109,15 +109,17 @@ def row_squares(rows: Tensor) -> Tensor:
     """
     rows = rows.flatten(1)
     size = rows.shape[1]
-    lost = math.sqrt(min(size, _SLICE)) * 2.0**-62
-    if size <= _SLICE:
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-        return (norms.double() + lost).square()
-    whole = size - size % _SLICE
-    slices = rows[:, :whole].unflatten(1, (-1, _SLICE))  # type: ignore[no-untyped-call]
-    norms = torch.linalg.vector_norm(slices, dim=2)
-    squares = (norms.double() + lost).square().sum(1)
+    if size <= SLICE:
+        return squares_of(torch.linalg.vector_norm(rows, dim=1), size)
+    whole = size - size % SLICE
+    slices = rows[:, :whole].unflatten(1, (-1, SLICE))  # type: ignore[no-untyped-call]
+    squares = squares_of(torch.linalg.vector_norm(slices, dim=2), SLICE).sum(1)
     return squares + row_squares(rows[:, whole:]) if whole < size else squares
+
+
+def squares_of(norms: Tensor, size: int) -> Tensor:
+    """The squares of norms that were taken in float32 over `size` entries (at most `SLICE`); see `row_squares`."""
+    return (norms.double() + math.sqrt(size) * 2.0**-62).square()
 
 
 @contextmanager
