@@ -452,6 +452,11 @@ def _not_covered(run: Run) -> list[str]:
     ]
     if not run.records_stated:
         gaps.append("The number of records: it was taken from the data and counts as public.")
+    if run.plan.delta * run.records >= 1:
+        gaps.append(
+            f"Much: delta {run.plan.delta:g} is not below 1/records ({1 / run.records:.2g}), so the guarantee would "
+            "allow to publish a whole record."
+        )
     if run.source.level == "system":
         gaps.append(
             "Precision of floating-point noise: mitigated by rounding to a grid, not proven away (noise level 'exact')."

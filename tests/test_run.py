@@ -557,3 +557,20 @@ def test_a_run_that_cannot_begin_leaves_the_model_as_it_was(tmp_path: Path) -> N
         )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert foreign.read_text() == "not a ledger"
+
+
+def test_a_delta_that_protects_nobody_is_named_in_the_statement() -> None:
+    for delta, named in ((1e-5, False), (0.1, True)):
+        with Run(
+            net(),
+            data(),
+            method=PerExample(),
+            sampling=Poisson(batch=8),
+            budget=Budget(noise=1.0, steps=1, delta=delta),
+        ) as run:
+            assert any("not below 1/records" in gap for gap in run.statement()["not_covered"]) is named
+
+
+def test_public_names_can_be_listed_and_found() -> None:
+    assert {"Run", "Poisson", "PerExample"} <= set(dir(privet))
+    assert all(getattr(privet, name) is not None for name in privet.__all__)

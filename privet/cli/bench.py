@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    case = Case(model=args.model, batch=args.batch or DEFAULT_BATCHES[args.model])
+    case = Case(model=args.model, batch=DEFAULT_BATCHES[args.model] if args.batch is None else args.batch)
     result = measure(case, method(args.method), repetitions=args.repetitions)
     if args.json:
         print(json.dumps(result))
