@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -254,17 +255,17 @@ def count_for(mechanism: Mechanism, epsilon: float, delta: float, *, before: Spe
     return int(_largest(cost, start, epsilon, done, aim=1.0, power=0.5, whole=True))
 
 
-class _Curve:
+class _Curve(ABC):
     """delta as a function of epsilon, and back; both are upper bounds."""
 
     name: str
     tight: bool
 
-    def epsilon(self, delta: float) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def epsilon(self, delta: float) -> float: ...
 
-    def delta(self, epsilon: float) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def delta(self, epsilon: float) -> float: ...
 
     def points(self) -> tuple[_Array, _Array]:
         """Enough (epsilon, delta) of the curve to draw it."""

@@ -3,8 +3,8 @@
 Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both; the median
 of many. Memory: the peak of a fresh process for each (the accountant, which no step needs, is not loaded there: it
 takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever memory
-layout is faster for the model; the private one may choose its layout too. Both keep freed memory (`privet.memory`),
-which makes both faster. A private step is a whole one: forward and
+layout is faster for the model; the private one may choose its layout too. Both keep freed memory (`privet.memory`)
+unless told otherwise, which makes both faster. A private step is a whole one: forward and
 backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step.
 """
 
@@ -123,17 +123,18 @@ def private(case: Case, layout: str, method: Method, ledger: Path) -> Callable[[
     return step
 
 
-def measure(case: Case, method: Method, *, repetitions: int = 15) -> dict[str, Any]:
-    """Times and peak memory of both steps, with their ratios."""
+def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: bool = True) -> dict[str, Any]:
+    """Times and peak memory of both steps, with their ratios; `keep_memory` holds for both (in this process for good)."""
     if repetitions < 1:
         raise ConfigError(f"repetitions must be at least 1, and is {repetitions}.")
-    keep_freed_memory()
+    if keep_memory:
+        keep_freed_memory()
     times = _times(case, method, repetitions)
     best: dict[str, str] = {}
     for kind in ("ordinary", "private"):
         _, best[kind] = min((times[kind, layout], layout) for layout in case.layouts)
     seconds = {kind: times[kind, layout] for kind, layout in best.items()}
-    peaks = {kind: _peak(case, kind, layout, method) for kind, layout in best.items()}
+    peaks = {kind: _peak(case, kind, layout, method, keep_memory) for kind, layout in best.items()}
     return {
         "model": case.model,
         "batch": case.batch,
@@ -146,6 +147,7 @@ def measure(case: Case, method: Method, *, repetitions: int = 15) -> dict[str, A
         "ordinary_mib": peaks["ordinary"]["peak"] / 1024,
         "private_mib": peaks["private"]["peak"] / 1024,
         "layouts": best,
+        "keep_memory": keep_memory,
         "repetitions": repetitions,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -173,10 +175,11 @@ def _above_import(peak: dict[str, int]) -> int:
     return peak["peak"] - peak["imported"]
 
 
-def _peak(case: Case, kind: str, layout: str, method: Method) -> dict[str, int]:
+def _peak(case: Case, kind: str, layout: str, method: Method, keep_memory: bool) -> dict[str, int]:
     """Peak resident memory (KiB) of a fresh process that does a few steps, and what it had before the first."""
     options = {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]
-    task = {"model": case.model, "batch": case.batch, "kind": kind, "layout": layout, "method": method.name}
+    task: dict[str, Any] = {"model": case.model, "batch": case.batch, "kind": kind, "layout": layout}
+    task |= {"method": method.name, "keep_memory": keep_memory}
     process = subprocess.run(
         [
             sys.executable,
@@ -207,7 +210,8 @@ def _memory_worker(task: dict[str, Any]) -> None:
     from .methods import method as method_named  # noqa: PLC0415
 
     torch.set_num_threads(task["threads"])
-    keep_freed_memory()
+    if task["keep_memory"]:
+        keep_freed_memory()
     case = Case(model=task["model"], batch=task["batch"])
     imported = _peak_of_this_process()
     with tempfile.TemporaryDirectory() as folder:
