@@ -3,8 +3,8 @@
 Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both; the median
 of many. Memory: the peak of a fresh process for each (the accountant, which no step needs, is not loaded there: it
 takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever memory
-layout is faster for the model; the private one may choose its layout too. Both keep freed memory (`privet.memory`)
-unless told otherwise, which makes both faster. A private step is a whole one: forward and
+layout is faster for the model; the private one may choose its layout too. Both may keep freed memory (`privet.memory`),
+as `privet train` does, which makes both faster and the ratio another. A private step is a whole one: forward and
 backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step.
 """
 
@@ -123,8 +123,8 @@ def private(case: Case, layout: str, method: Method, ledger: Path) -> Callable[[
     return step
 
 
-def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: bool = True) -> dict[str, Any]:
-    """Times and peak memory of both steps, with their ratios; `keep_memory` holds for both (in this process for good)."""
+def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: bool = False) -> dict[str, Any]:
+    """Times and peak memory of both steps, with their ratios; `keep_memory` holds for both."""
     if repetitions < 1:
         raise ConfigError(f"repetitions must be at least 1, and is {repetitions}.")
     if keep_memory:

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="per-example", help="which method (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=15, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads for torch (default: its own choice)")
-    parser.add_argument("--default-allocator", action="store_true", help="let go of freed memory, as PyTorch does")
+    parser.add_argument("--keep-memory", action="store_true", help="keep freed memory in both, as privet train does")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -30,8 +30,7 @@ def main(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     case = Case(model=args.model, batch=DEFAULT_BATCHES[args.model] if args.batch is None else args.batch)
-    keep = not args.default_allocator
-    result = measure(case, method(args.method), repetitions=args.repetitions, keep_memory=keep)
+    result = measure(case, method(args.method), repetitions=args.repetitions, keep_memory=args.keep_memory)
     if args.json:
         print(json.dumps(result))
         return 0
