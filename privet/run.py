@@ -333,7 +333,7 @@ class Run:
             "accountant": spent.accountant,
             "epsilon_is": _STATUS[self.source.level],
             "tight": spent.tight,
-            "method": {"name": self.method.name, **asdict_public(self.method)},
+            "method": {"name": self.method.name, **_options_of(self.method)},
             "sampling": {"rule": type(self.sampling).__name__, **asdict(self.sampling)},
             "records": self.records,
             "records_are_public": "stated by the user" if self.records_stated else "taken from the data",
@@ -436,7 +436,7 @@ def _open(ledger: Ledger | str | Path | None) -> tuple[Ledger, bool]:
     return Ledger(":memory:" if ledger is None else ledger), True
 
 
-def asdict_public(method: Method) -> dict[str, Any]:
+def _options_of(method: Method) -> dict[str, Any]:
     return {f.name: getattr(method, f.name) for f in fields(method)}  # type: ignore[arg-type]
 
 
