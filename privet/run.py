@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -270,7 +271,7 @@ class Run:
     def _load(self, samples: Iterable[Sample]) -> Iterator[Iterator[tuple[Any, Chunk]]]:
         """The chunks of each sample, through the user's own collate function and workers. Starts when first asked."""
         self._end_probe()
-        sampler = ChunkSampler(samples, self._physical, cut=self.session.cut)
+        sampler = ChunkSampler(samples, self._physical, cut=partial(self.session.cut, source=self.source))
         yield from steps(iter(DataLoader(self.dataset, batch_sampler=sampler, **self._options)), sampler)
 
     def _new_probe(self) -> Probe | None:

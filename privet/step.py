@@ -86,6 +86,8 @@ class Step:
         self._session.begin()
         for batch, chunk in self._chunks:  # sample
             yield from self._ask(batch, chunk.size, self._session.add)  # bound
+            if chunk.last_of_unit:
+                self._session.end_unit()
         self._release()
 
     def _ask(self, batch: Any, size: int, take: Callable[[Tensor], None]) -> Iterator[Any]:

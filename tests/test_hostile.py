@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from privet import Budget, ConfigError, PerExample, Poisson, Refused, Run
 from privet.gradients import Dense, Recorder, rule_for
+from privet.gradients.linear import _OuterBias
 from privet.gradients.per_record import RULES, row_squares
 from privet.methods import Setting
 
@@ -115,10 +116,10 @@ def test_a_chunk_that_failed_half_way_cannot_be_handed_in_again(monkeypatch: pyt
     model = nn.Linear(4, 3)
     run = run_of(model, check=False)
 
-    def fails(self: Dense, weights: Tensor, total: Tensor) -> None:
+    def fails(self: _OuterBias, weights: Tensor, total: Tensor) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Dense, "accumulate", fails)  # of the bias, after the weight was added
+    monkeypatch.setattr(_OuterBias, "accumulate", fails)  # of the bias, after the weight was added
     with run:
         step = next(iter(run.loader))
         chunks = iter(step)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from .per_record import UNIT_ROUNDING, Dense, PerRecord, row_squares, rule_for, scratch, wide
 
+_ROWS = 2048
+"""So many records are weighted at a time, in memory that stays in the cores' caches."""
 _SMALLEST_TRACE = 2.0**-100
 """Above this, what a float32 Gram matrix has lost is far below the margin."""
 
@@ -19,17 +21,49 @@ class _Outer(PerRecord):
     def __init__(self, z: Tensor, delta: Tensor, delta_squares: Tensor) -> None:
         self.z, self.delta = z, delta
         self.squared_norms = row_squares(z) * delta_squares
+        self._columns: tuple[Tensor, Tensor] | None = None
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        weights = weights.to(self.delta).unsqueeze(1)
-        scaled = torch.mul(self.delta, weights, out=scratch().take(self.delta.shape, self.delta))
-        return scaled.T @ self.z
+        total = self.delta.new_zeros(self.delta.shape[1], self.z.shape[1])
+        columns = torch.zeros_like(total[:, 0])
+        scales = weights.to(self.delta).unsqueeze(1)
+        block = scratch().take((min(_ROWS, len(self.delta)), self.delta.shape[1]), self.delta)
+        for start in range(0, len(self.delta), _ROWS):
+            rows = slice(start, start + _ROWS)
+            delta = self.delta[rows]
+            scaled = torch.mul(delta, scales[rows], out=block[: len(delta)])
+            total.addmm_(scaled.T, self.z[rows])
+            columns += scaled.sum(0)
+        self._columns = (weights, columns)
+        return total
+
+    def weighted_columns(self, weights: Tensor) -> Tensor:
+        """Σ_i weights[i]·δ_i, which the last weighted sum has found on its way if it was for the same weights."""
+        if self._columns is not None and self._columns[0] is weights:
+            return self._columns[1]
+        return weights.to(self.delta) @ self.delta
 
     def dense(self) -> Tensor:
         return self.delta.unsqueeze(2) * self.z.unsqueeze(1)
 
     def drop(self, records: Tensor) -> None:
-        self.z, self.delta = _without(self.z, records), _without(self.delta, records)
+        self.z, self.delta, self._columns = _without(self.z, records), _without(self.delta, records), None
+
+
+class _OuterBias(PerRecord):
+    """The bias beside an `_Outer` weight: its gradient is δ itself."""
+
+    def __init__(self, weight: _Outer, delta_squares: Tensor) -> None:
+        self.weight, self.squared_norms = weight, delta_squares
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self.weight.weighted_columns(weights)
+
+    def dense(self) -> Tensor:
+        return self.weight.delta
+
+    def drop(self, records: Tensor) -> None:
+        self.weight.drop(records)
 
 
 class _Ghost(PerRecord):
@@ -76,12 +110,11 @@ def _without(tensor: Tensor, records: Tensor) -> Tensor:
 @rule_for(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 def linear(layer: nn.Linear, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
     z, delta = wide(z), wide(delta)
-    found: dict[str, PerRecord] = {}
     if z.dim() == 2:
         squares = row_squares(delta)
-        found["weight"] = _Outer(z, delta, squares)
-        found["bias"] = Dense.of(delta, squares)
-        return found
+        weight = _Outer(z, delta, squares)
+        return {"weight": weight, "bias": _OuterBias(weight, squares)}
+    found: dict[str, PerRecord] = {}
     z, delta = z.flatten(1, -2), delta.flatten(1, -2)
     positions, wide_in, wide_out = z.shape[1], z.shape[2], delta.shape[2]
     if positions * (wide_in + wide_out) < wide_in * wide_out:

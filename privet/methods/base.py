@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..accounting import Relation
 from ..errors import ConfigError, Refused
-from ..noise import Allocation
+from ..noise import Allocation, Source
 from ..sampling import Sample
 
 METHODS: dict[str, type[Method]] = {}
@@ -135,8 +135,8 @@ class Session(ABC):
     sensitivity that stands in the query, in L2 norm, whatever the records, the weights and the loss are.
     """
 
-    def cut(self, sample: Sample) -> list[Sample]:
-        """The sample's record numbers in parts that are never mixed in one forward pass."""
+    def cut(self, sample: Sample, source: Source) -> list[Sample]:
+        """The sample's record numbers in units that are never mixed in one forward pass; coins come from `source`."""
         return [sample]
 
     @abstractmethod
@@ -150,6 +150,9 @@ class Session(ABC):
     @abstractmethod
     def add(self, losses: Tensor) -> None:
         """Adds the bounded contribution of one chunk of records."""
+
+    def end_unit(self) -> None:  # noqa: B027
+        """The chunk that was just added was the last one of its unit (see `cut`)."""
 
     @abstractmethod
     def finish(self) -> list[Query]:
