@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import psutil
 from torch import nn
 from torch.optim import Optimizer
@@ -20,12 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from . import checkpoint
-from .accounting import Guarantee, Relation, Spent, epsilon
+from .accounting import Guarantee, Relation, Spent, count_for, epsilon
 from .errors import BudgetExceeded, ConfigError, Refused
 from .ledger import Entry, Ledger
 from .methods import Method, Setting
 from .noise import Level, Source
-from .planning import Budget, plan
+from .planning import Budget, plan, steps_within
 from .probe import Probe
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
 from .step import PostProcess, Rules, Step, noise_stds
@@ -38,7 +39,8 @@ _UNMEASURED = 256
 """Records in a physical batch where nobody said how many and no made-up record was measured."""
 _COPIES = 4
 """What a forward pass keeps is met again as gradients and temporaries: this many times over, all in all."""
-
+_DRAWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+"""What a DataLoader could be told about samples, which are the sampling rule's here."""
 
 _STATUS = {
     "seeded": "no guarantee: the noise can be reproduced from a seed",
@@ -111,7 +113,7 @@ class Run:
         self._repeats = self._resumed = False
         self._epoch_key = sampling.epoch_key(self.source)
         self._physical = None if physical_batch == "auto" else physical_batch
-        self._options = dict(loader_options or {})
+        self._options = _loader_options(loader_options or {}, dataset)
         self._rules = Rules(
             batch=sampling.batch,
             noise_multiplier=self.plan.mechanism.noise_multiplier,
@@ -239,6 +241,8 @@ class Run:
             self.size, self.records, self.source, epoch_key=self._epoch_key, start=start, steps=count
         )
         drawn = self._load(samples)
+        if self._iterations == 0:
+            self._warn_of_the_ledger()
         self._iterations += 1
         this = self._iterations
         for _ in range(count):
@@ -252,12 +256,41 @@ class Run:
                     "The last step was left before its sample ended, so nothing was released. Let the inner loop "
                     "`for batch in step:` run to its end."
                 )
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            self._pending = Step(
-                self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe()
+            yield self._step(drawn)
+
+    def _warn_of_the_ledger(self) -> None:
+        """Says at the start how many of the steps to come fit into what the data set's budget has left."""
+        budget, spent, mechanism = self._ledger.budget, self._ledger.spent(), self.plan.mechanism
+        paid = self.sampling.units(self.steps_done, self.records)
+        if budget is None or epsilon([*spent, (mechanism, self.plan.units - paid)], budget[1]).epsilon <= budget[0]:
+            return
+        units = paid + count_for(mechanism, *budget, before=spent)
+        fit, wanted = (n - self.steps_done for n in (steps_within(units, self.sampling, self.records), self.plan.steps))
+        if 0 < fit < wanted:  # where none fits, the first step says so
+            log.warning(
+                "%d of the %d steps to come fit into what is left of the data set's budget (epsilon %g at delta %g, "
+                "ledger %s): training will end there.",
+                fit,
+                wanted,
+                *budget,
+                self._ledger.path,
             )
-            yield self._pending
+
+    def step_on(self, sample: Sample) -> Step:
+        """A private step on these positions of the data set, in place of a sample drawn by the rule.
+
+        For audits, which must choose both of two neighbouring samples. It is paid for, but what it costs is what the
+        rule's samples cost: do not train on private records with it.
+        """
+        return self._step(self._load([np.asarray(sample, dtype=np.int64)]))
+
+    def _step(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Step:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._pending = Step(
+            self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe()
+        )
+        return self._pending
 
     def _chunks(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Iterator[tuple[Any, Chunk]]:
         """The chunks of the next sample, with a note of what the model's buffers were before it."""
@@ -280,8 +313,7 @@ class Run:
         if not self._checking or modes == self._modes:
             return None
         self._modes = modes
-        collate = self._options.get("collate_fn") or default_collate
-        self._probe = Probe(self.model, self.session, self._items, collate)
+        self._probe = Probe(self.model, self.session, self._items, self._options["collate_fn"])
         return self._probe
 
     def _end_probe(self) -> None:
@@ -346,7 +378,7 @@ class Run:
             "mechanism": self.plan.mechanism.to_json(),
             "planned": {"steps": self.plan.steps, "epsilon": self.plan.epsilon},
             "ledger": None if self._ledger.in_memory else self._ledger.path.name,
-            "independence_checked": self._checking,
+            "independence_checked": self._checking if self.method.records_must_be_independent else "not needed",
             "not_covered": _not_covered(self),
         }
 
@@ -431,6 +463,31 @@ def _length(dataset: Dataset[Any]) -> int:
     return size
 
 
+def _loader_options(options: Mapping[str, Any], dataset: Dataset[Any]) -> dict[str, Any]:
+    """The options for torch's DataLoader, tried out before the first step needs them."""
+    if drawn := [name for name in options if name in _DRAWN]:
+        raise ConfigError(
+            f"loader_options has {', '.join(drawn)}, but the sampling rule draws the samples, as the accountant counts "
+            "on it. Leave it out; how many records a step has is the rule's batch."
+        )
+    options = {**options, "collate_fn": options.get("collate_fn") or _collate}
+    try:
+        DataLoader(dataset, batch_sampler=[], **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"torch's DataLoader does not take these loader_options: {error}.") from error
+    return options
+
+
+def _collate(items: list[Any]) -> Any:
+    try:
+        return default_collate(items)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"The records of a sample cannot be put into one batch: {error}. Give a function that can, for example by "
+            'padding them to one length: loader_options={"collate_fn": …}.'
+        ) from error
+
+
 def _open(ledger: Ledger | str | Path | None) -> tuple[Ledger, bool]:
     if isinstance(ledger, Ledger):
         return ledger, False
@@ -464,6 +521,6 @@ def _not_covered(run: Run) -> list[str]:
         )
     if run.source.level == "seeded":
         gaps.append("Everything: the noise is reproducible from a seed, so whoever knows the seed can subtract it.")
-    if not run._checking:
+    if run.method.records_must_be_independent and not run._checking:
         gaps.append("That records do not depend on each other: the check on made-up records was switched off.")
     return gaps

@@ -1,0 +1,271 @@
+"""The exact sensitivity check: noise off, two neighbouring samples, ‖f(D′) − f(D)‖ of each sum against its declared Δ.
+
+One hostile record is enough to break a bound, so they are looked for in many ways: huge, tiny, not a number, infinite,
+on an axis that no other record uses, aligned and anti-aligned with the sum of the others, by gradient ascent on the
+record's own gradient, and by climbing on the measured difference itself, which needs no knowledge of the method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..accounting import Relation
+from ..errors import PrivetError
+from ..noise import effective_multiplier
+from .report import Check
+from .subject import Outcome, Record, Subject
+
+_ROUNDING = 1e-5
+"""Of sums in float32, relative to the sum and to Δ: what a difference of two may be off by."""
+STRANGER = 10**6
+"""The number of the record that is added: nobody else's."""
+_CLIMBS = 24
+_CROWDS = 6
+_ASCENT_STEPS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Worst:
+    """The largest difference found, as a share of what is declared."""
+
+    ratio: float = 0.0
+    how: str = "no hostile record was found"
+    record: Record | None = None
+
+
+def check_sensitivity(subject: Subject, seed: int = 0) -> tuple[list[Check], Record | None]:
+    """Both relations, and whether the declared numbers make up the claimed multiplier; also the worst record found."""
+    search = _Search(subject, seed)
+    added, replaced = search.add_remove(), search.replace_one()
+    checks = [
+        _verdict("sensitivity, a record added or removed", added),
+        _verdict("sensitivity, a record replaced", replaced),
+        check_multiplier(subject),
+    ]
+    return checks, added.record
+
+
+def check_multiplier(subject: Subject) -> Check:
+    """Rule 2: all sums of a step are one mechanism, whose multiplier is (Σ (Δ/std)²)^(-1/2)."""
+    declared = subject.step(subject.base, noise=False)
+    deltas = [declared.sensitivities[name][subject.basis] for name in declared.sums]
+    multiplier = effective_multiplier(deltas, [declared.stds[name] for name in declared.sums])
+    return Check(
+        name="noise multiplier of all sums together",
+        holds=multiplier >= subject.noise_multiplier * (1 - 1e-9),
+        measured=multiplier,
+        bound=float(subject.noise_multiplier),
+        detail=f"{len(deltas)} sums of one sample are one mechanism",
+    )
+
+
+def _verdict(name: str, worst: Worst) -> Check:
+    return Check(name=name, holds=worst.ratio <= 1, measured=worst.ratio, bound=1.0, detail=worst.how)
+
+
+class _Search:
+    def __init__(self, subject: Subject, seed: int) -> None:
+        self.subject, self.base = subject, subject.base
+        self.random = torch.Generator().manual_seed(seed)
+        self.without = subject.step(self.base, noise=False)
+        self.alone = subject.step([], noise=False)
+        self.found: list[tuple[float, Record]] = []
+
+    def add_remove(self) -> Worst:
+        worst = Worst()
+        for how, record in self._hostile():
+            worst = self._try(worst, how, record, position=0)
+        for how, record in self._aligned():
+            worst = self._try(worst, how, record, position=0)
+        for how, record in self._ascended():
+            worst = self._try(worst, how, record, position=0)
+        if worst.record is None:
+            return worst
+        worst = self._climb(worst)
+        hardest = worst.record
+        assert hardest is not None
+        for position in (len(self.base) // 2, len(self.base)):
+            worst = self._try(worst, f"the worst of all, as number {position} of its sample", hardest, position)
+        found, where = self._difference(self.alone, [hardest], "add_remove")
+        if found > worst.ratio:
+            worst = Worst(found, f"the worst of all, alone in its sample{where}", hardest)
+        for record in (hardest, Record(STRANGER, self.base[-1].x, self.base[-1].y)):
+            worst = self._in_crowds(worst, record)
+        return worst
+
+    def replace_one(self) -> Worst:
+        """Pairs of the records that moved most, against each other and against their opposites."""
+        worst = Worst()
+        best = [record for _, record in sorted(self.found, key=lambda pair: -pair[0])[:3]]
+        opposite = [Record(r.number, -r.x, r.y) for r in best if r.x.is_floating_point()]
+        others = [Record(STRANGER, r.x, r.y) for r in self.base[:2]]
+        for first in best:
+            try:
+                before = self.subject.step([first, *self.base], noise=False)
+            except Exception as error:
+                return Worst(math.inf, _complaint(error), first)
+            for second in [*best, *opposite, *others]:
+                if second is not first:
+                    found, how = self._difference(before, [second, *self.base], "replace_one")
+                    if found > worst.ratio:
+                        worst = Worst(found, f"one hostile record in place of another{how}", second)
+        return worst
+
+    def _try(self, worst: Worst, how: str, record: Record, position: int) -> Worst:
+        sample = [*self.base[:position], record, *self.base[position:]]
+        found, where = self._difference(self.without, sample, "add_remove")
+        if math.isfinite(found):
+            self.found.append((found, record))
+        return Worst(found, f"{how}{where}", record) if found > worst.ratio else worst
+
+    def _difference(self, before: Outcome, sample: Sequence[Record], relation: Relation) -> tuple[float, str]:
+        """The largest ‖f(D′) − f(D)‖/Δ of all sums, less what rounding explains."""
+        try:
+            after = self.subject.step(sample, noise=False)
+        except Exception as error:
+            return math.inf, _complaint(error)
+        if after.sums.keys() != before.sums.keys() or after.sensitivities != before.sensitivities:
+            return math.inf, ": with it, other sums or sensitivities are declared"
+        worst, where = 0.0, ""
+        for name, total in after.sums.items():
+            moved = _norm(total - before.sums[name])
+            rounding = _ROUNDING * (_norm(total) + _norm(before.sums[name]))
+            delta = after.sensitivities[name][relation]
+            ratio = math.inf if math.isnan(moved) else 0.0 if moved <= rounding else math.inf
+            if delta > 0 and not math.isnan(moved):
+                ratio = max(0.0, moved - rounding) / (delta * (1 + _ROUNDING))
+            if ratio > worst:
+                worst, where = ratio, f", in the sum '{name}'"
+        return worst, where
+
+    def _hostile(self) -> Iterator[tuple[str, Record]]:
+        x, classes = self.base[0].x, _different([r.y for r in self.base])
+        for label, y in enumerate(classes[:3]):
+            for how, hostile in _shapes(x, [r.x for r in self.base], self.random):
+                yield f"{how}, target {label}", Record(STRANGER, hostile, y)
+
+    def _aligned(self) -> Iterator[tuple[str, Record]]:
+        """Of all that were tried, those whose own sum points most along and most against the sum of the others."""
+        candidates = [r for _, r in sorted(self.found, key=lambda pair: -pair[0])[:6]]
+        candidates += [Record(STRANGER, r.x, r.y) for r in self.base[:4]]
+        scored = []
+        for record in candidates:
+            alone = self.subject.step([record], noise=False)
+            scored.append((sum(float(alone.sums[n] @ self.without.sums[n]) for n in alone.sums), record))
+        scored.sort(key=lambda pair: pair[0])
+        for how, (_, record) in (("anti-aligned with the others", scored[0]), ("aligned with the others", scored[-1])):
+            yield how, record
+            if record.x.is_floating_point():
+                yield f"{how}, a thousandfold", Record(STRANGER, 1e3 * record.x, record.y)
+
+    def _ascended(self) -> Iterator[tuple[str, Record]]:
+        """Gradient ascent on the input: for the norm of the record's gradient, and against the sum of the others."""
+        start = self.base[-1]
+        against = -torch.cat([total.double() for total in self.without.sums.values()])
+        for how, towards in (("for its norm", None), ("against the others", against)):
+            gradient = self.subject.gradient(start)
+            if gradient is None:
+                return
+            x = start.x.clone().double().to(start.x.dtype)
+            for step in range(_ASCENT_STEPS):
+                try:
+                    x = _ascend(gradient, x, towards, 0.5 * 2.0**step)
+                except (RuntimeError, ValueError, PrivetError):
+                    break  # no second derivative here: the climb below needs none
+            yield f"gradient ascent {how}", Record(STRANGER, x, start.y)
+
+    def _in_crowds(self, worst: Worst, record: Record) -> Worst:
+        """Among others of very different sizes: who comes first may then decide what a part of the sample adds up to."""
+        for _ in range(_CROWDS):
+            crowd = [self._resized(other) for other in self.base]
+            found, where = self._difference(self.subject.step(crowd, noise=False), [record, *crowd], "add_remove")
+            if found > worst.ratio:
+                worst = Worst(found, f"first among others of very different sizes{where}", record)
+        return worst
+
+    def _resized(self, record: Record) -> Record:
+        if not record.x.is_floating_point():
+            return Record(record.number, _other_tokens(record.x, [r.x for r in self.base], self.random), record.y)
+        power, sign = torch.rand(2, generator=self.random).tolist()
+        return Record(record.number, record.x * (1 if sign > 0.5 else -1) * 10 ** (4 * power - 2), record.y)
+
+    def _climb(self, worst: Worst) -> Worst:
+        """Random steps that are kept if the measured difference grows."""
+        stride = 0.3
+        for _ in range(_CLIMBS):
+            record = worst.record
+            assert record is not None
+            if not record.x.is_floating_point():
+                x = _other_tokens(record.x, [r.x for r in self.base], self.random)
+            elif not bool(torch.isfinite(record.x).all()):
+                return worst
+            else:
+                size = record.x.abs().clamp(min=1e-3)
+                x = record.x + stride * size * torch.randn(record.x.shape, generator=self.random).to(record.x)
+            better = self._try(worst, "climbing on the difference", Record(STRANGER, x, record.y), 0)
+            stride = stride * 1.5 if better is not worst else max(stride * 0.8, 1e-3)
+            worst = better
+        return worst
+
+
+def _ascend(gradient: Callable[[Tensor], Tensor], x: Tensor, towards: Tensor | None, stride: float) -> Tensor:
+    x = x.detach().requires_grad_()
+    own = gradient(x).double()
+    aim = own.norm() if towards is None or len(towards) < len(own) else own @ towards[: len(own)] / own.norm()
+    slope: Tensor = torch.nan_to_num(torch.autograd.grad(aim, x)[0])
+    moved: Tensor = x + stride * slope / slope.norm().clamp(min=1e-12)
+    return moved.detach()
+
+
+def _shapes(x: Tensor, others: Sequence[Tensor], random: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """Inputs that a careless bound does not expect."""
+    if not x.is_floating_point():
+        for number in range(4):
+            yield f"tokens {number}", _other_tokens(x, others, random)
+        yield "one token over and over", torch.full_like(x, int(x.flatten()[0]))
+        return
+    noise = torch.randn(x.shape, generator=random).to(x)
+    for scale in (0.0, 1e-30, 1.0, 1e3, 1e12, 1e30):
+        yield f"size {scale:g}", noise * scale
+    yield "all the same and large", torch.full_like(x, 1e4)
+    yield "the largest number", torch.full_like(x, torch.finfo(x.dtype).max)
+    yield "not a number", torch.full_like(x, math.nan)
+    yield "one entry not a number", _with_entry(x, math.nan)
+    yield "infinite", torch.full_like(x, math.inf)
+    yield "one entry infinite", _with_entry(x, -math.inf)
+    unused = torch.stack([o.flatten().abs() for o in others]).sum(0)
+    axis = torch.zeros_like(x).flatten()
+    axis[int(unused.argmin())] = 1e3
+    yield "on an axis of its own", axis.view(x.shape)
+
+
+def _with_entry(x: Tensor, value: float) -> Tensor:
+    changed = x.clone().flatten()
+    changed[0] = value
+    return changed.view(x.shape)
+
+
+def _other_tokens(x: Tensor, others: Sequence[Tensor], random: torch.Generator) -> Tensor:
+    seen = torch.stack([o.flatten() for o in others]).flatten()
+    return seen[torch.randint(len(seen), (x.numel(),), generator=random)].view(x.shape)
+
+
+def _different(targets: Sequence[Tensor]) -> list[Tensor]:
+    kept: list[Tensor] = []
+    for target in targets:
+        if not any(torch.equal(target, other) for other in kept):
+            kept.append(target)
+    return kept
+
+
+def _norm(total: Tensor) -> float:
+    return float(total.double().norm())
+
+
+def _complaint(error: Exception) -> str:
+    return f": it stops the step ({type(error).__name__}: {str(error)[:120]})"

@@ -1,0 +1,270 @@
+"""Faults that private training has been known to have, each as a change to Privet's own code, and where it shows.
+
+`python tests/audit/faults.py` puts them in one at a time and prints the table of docs/results/audit.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import privet.run
+import privet.step
+from privet.accounting import Guarantee
+from privet.audit import Report, audit
+from privet.methods.batch import Batch, _BatchSession
+from privet.methods.per_example import PerExample, _PerExampleSession
+from privet.noise import Source
+from privet.sampling import Poisson
+
+BATCH = 6
+"""The expected sample of the audited steps."""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def with_batch_norm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10, track_running_stats=False), nn.Tanh(), nn.Linear(10, 3))
+
+
+GROUPS = {"weight": ["0.weight"], "bias": ["0.bias"], "last weight": ["2.weight"], "last bias": ["2.bias"]}
+
+SETTINGS: dict[str, Callable[[], tuple[PerExample | Batch, nn.Module]]] = {
+    "per-example": lambda: (PerExample(clip=1.0), network()),
+    "per-example in four groups": lambda: (PerExample(groups=GROUPS, allocation="proportional"), network()),
+    "batch": lambda: (Batch(clip=0.02), network()),
+    "batch in six groups": lambda: (Batch(clip=0.02, record_groups=6), network()),
+    "batch with BatchNorm": lambda: (Batch(clip=0.02), with_batch_norm()),
+}
+
+
+def audited(setting: str) -> Report:
+    method, model = SETTINGS[setting]()
+    generator = torch.Generator().manual_seed(1)
+    records = torch.randn(64, 6, generator=generator), torch.arange(64) % 3
+    return audit(method, model, records, sampling=Poisson(batch=BATCH), canaries=90)
+
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the method that it is put into, and a part of the name of the check that must find it."""
+
+    name: str
+    setting: str
+    caught_by: str
+    inject: Callable[[Patch], None]
+
+
+# Noise
+
+
+def noise_times(factor: float, patch: Patch) -> None:
+    add_noise = Source.add_noise
+
+    def changed(self: Source, total: Tensor, std: float, *, out: Tensor | None = None) -> Tensor:
+        return add_noise(self, total, factor * std, out=out)
+
+    patch.setattr(Source, "add_noise", changed)
+
+
+def same_key(patch: Patch) -> None:
+    rekey = Source._rekey
+    patch.setattr(Source, "_rekey", lambda self, key: rekey(self, bytes(32)))
+
+
+def no_root_of_groups(patch: Patch) -> None:
+    def without_root(queries, rules, source):  # type: ignore[no-untyped-def]
+        return [rules.noise_multiplier * q.sensitivity.under(rules.basis) for q in queries]
+
+    patch.setattr(privet.step, "noise_stds", without_root)
+
+
+# Bounds
+
+
+def no_clip(patch: Patch) -> None:
+    patch.setattr(PerExample, "factors", lambda self, squares, clip: torch.ones_like(squares))
+
+
+def clip_after_the_sum(patch: Patch) -> None:
+    no_clip(patch)
+    finish = _PerExampleSession.finish
+
+    def clipped(self: _PerExampleSession):  # type: ignore[no-untyped-def]
+        queries = finish(self)
+        for query in queries:
+            query.total.mul_(min(1.0, 5 / max(float(query.total.norm()), 1e-12)))
+        return queries
+
+    patch.setattr(_PerExampleSession, "finish", clipped)
+
+
+def clip_at_twice(patch: Patch) -> None:
+    factors = PerExample.factors
+    patch.setattr(PerExample, "factors", lambda self, squares, clip: factors(self, squares, 2 * clip))
+
+
+def half_the_sensitivity(patch: Patch) -> None:
+    finish = _BatchSession.finish
+
+    def halved(self: _BatchSession):  # type: ignore[no-untyped-def]
+        def half(query):  # type: ignore[no-untyped-def]
+            declared = query.sensitivity
+            return dataclasses.replace(declared, add_remove=declared.add_remove / 2)
+
+        return [dataclasses.replace(q, sensitivity=half(q)) for q in finish(self)]
+
+    patch.setattr(_BatchSession, "finish", halved)
+
+
+def consecutive_chunks(patch: Patch) -> None:
+    def cut(self: _BatchSession, sample, source):  # type: ignore[no-untyped-def]
+        size = 12 // self.method.record_groups
+        return [sample[start : start + size] for start in range(0, len(sample), size)]
+
+    patch.setattr(_BatchSession, "cut", cut)
+
+
+def nan_passes(patch: Patch) -> None:
+    patch.setattr("privet.methods.per_example.torch.isfinite", lambda values: torch.ones_like(values, dtype=torch.bool))
+
+
+# What is not noised
+
+
+def realised_divisor(patch: Patch) -> None:
+    add, begin, hand_over = _PerExampleSession.add, _PerExampleSession.begin, privet.step.hand_over
+    seen = [0]
+
+    def counting_begin(self: _PerExampleSession) -> None:
+        seen[0] = 0
+        begin(self)
+
+    def counting_add(self: _PerExampleSession, losses: Tensor) -> None:
+        seen[0] += len(losses)
+        add(self, losses)
+
+    patch.setattr(_PerExampleSession, "begin", counting_begin)
+    patch.setattr(_PerExampleSession, "add", counting_add)
+    patch.setattr(privet.step, "hand_over", lambda query, noisy, batch: hand_over(query, noisy, max(1, seen[0])))
+
+
+def leaking_batch_norm(patch: Patch) -> None:
+    """BatchNorm keeps running statistics of private records, and nobody refuses it or puts them back."""
+    patch.setattr("privet.methods.batch._refuse_unsafe_layers", lambda model: None)
+    patch.setattr("privet.methods.batch._Buffers.restore", lambda self: [])
+    tracking = partial(nn.BatchNorm1d, track_running_stats=True)
+    patch.setitem(
+        SETTINGS,
+        "batch with BatchNorm",
+        lambda: (Batch(clip=0.02), nn.Sequential(nn.Linear(6, 10), tracking(10), nn.Tanh(), nn.Linear(10, 3))),
+    )
+
+
+# Sampling and accounting
+
+
+def shuffled(patch: Patch) -> None:
+    def epochs(self: Poisson, *, size, records, source, epoch_key, start, steps) -> Iterator[np.ndarray]:  # type: ignore[no-untyped-def]
+        order = np.argsort(source.words(size))
+        for step in range(start, start + steps):
+            yield np.sort(order[step * self.batch : (step + 1) * self.batch])
+
+    patch.setattr(Poisson, "_samples", epochs)
+
+
+def layers_apart(patch: Patch) -> None:
+    """G groups of one sample, accounted as G samplings of their own with √G of the noise each."""
+    epsilon = privet.run.epsilon
+
+    def apart(spent, delta):  # type: ignore[no-untyped-def]
+        groups = len(GROUPS)
+        return epsilon(
+            [
+                (dataclasses.replace(m, noise_multiplier=m.noise_multiplier * math.sqrt(groups)), groups * n)
+                for m, n in spent
+            ],
+            delta,
+        )
+
+    patch.setattr(privet.run, "epsilon", apart)
+
+
+def whole_numbered_noise(patch: Patch) -> None:
+    """Four groups of one sample as a nested event of Google's library, with the noise 2 in place of 2.0."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent  # noqa: PLC0415
+    from dp_accounting.rdp import RdpAccountant  # noqa: PLC0415
+
+    def naive(spent, delta):  # type: ignore[no-untyped-def]
+        accountant = RdpAccountant()
+        for m, count in spent:
+            of_a_group = GaussianDpEvent(round(m.noise_multiplier * math.sqrt(len(GROUPS))))
+            of_a_step = PoissonSampledDpEvent(m.rate, SelfComposedDpEvent(of_a_group, len(GROUPS)))
+            accountant.compose(of_a_step, count)
+        return Guarantee(epsilon=accountant.get_epsilon(delta), delta=delta, accountant="naive", tight=False)
+
+    patch.setattr(privet.run, "epsilon", naive)
+
+
+FAULTS = [
+    Fault("no noise", "per-example", "spread of the noise", partial(noise_times, 0.0)),
+    Fault("no noise, by the two worlds", "per-example", "two worlds", partial(noise_times, 0.0)),
+    Fault("half noise", "per-example", "spread of the noise", partial(noise_times, 0.5)),
+    Fault("noise × 0.9", "per-example", "spread of the noise", partial(noise_times, 0.9)),
+    Fault("noise divided by the batch size", "per-example", "spread of the noise", partial(noise_times, 1 / BATCH)),
+    Fault("noise divided by the batch size", "batch", "spread of the noise", partial(noise_times, 1 / BATCH)),
+    Fault("no clip", "per-example", "sensitivity", no_clip),
+    Fault("clip after the sum", "per-example", "sensitivity", clip_after_the_sum),
+    Fault("clip at 2C", "per-example", "sensitivity", clip_at_twice),
+    Fault("per-group C without √G", "per-example in four groups", "noise multiplier", no_root_of_groups),
+    Fault("factor 2 missing for batch clipping", "batch", "sensitivity", half_the_sensitivity),
+    Fault("BatchNorm statistics leaked", "batch with BatchNorm", "replay", leaking_batch_norm),
+    Fault("division by the realised batch size", "per-example", "replay", realised_divisor),
+    Fault("micro-batches cut as chunks", "batch in six groups", "sensitivity", consecutive_chunks),
+    Fault("NaN let through", "per-example", "sensitivity", nan_passes),
+    Fault("the same noise reused after resume", "per-example", "after resuming", same_key),
+    Fault("Poisson accounted, shuffled batches used", "per-example", "sizes of samples", shuffled),
+    Fault("layers accounted as separate samplings", "per-example in four groups", "second accountant", layers_apart),
+    Fault(
+        "an integer noise multiplier in a nested event",
+        "per-example in four groups",
+        "second accountant",
+        whole_numbered_noise,
+    ),
+]
+
+
+def main() -> None:
+    print("| fault | method | found by | measured | bound |\n| --- | --- | --- | --- | --- |")
+    for fault in FAULTS:
+        with pytest.MonkeyPatch.context() as patch:
+            fault.inject(patch)
+            report = audited(fault.setting)
+        check = next((c for c in report.failed if fault.caught_by in c.name), None)
+        found = [fault.name, fault.setting] + (
+            ["**nothing**", "", ""] if check is None else [check.name, *map(_shown, (check.measured, check.bound))]
+        )
+        print(f"| {' | '.join(found)} |", flush=True)
+
+
+def _shown(value: float | str | None) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    main()
