@@ -311,7 +311,7 @@ class _Pld(_Curve):
         return float(min(1.0, max(0.0, self._pld.get_delta_for_epsilon(epsilon)) + self.margin))
 
     def points(self) -> tuple[_Array, _Array]:
-        grid = np.linspace(0, self.epsilon(max(1e-8, 4 * self.margin)), 400)
+        grid = np.linspace(0, self.epsilon(max(1e-8, 4 * self.margin)), 128)
         deltas = np.asarray(self._pld.get_delta_for_epsilon(grid), dtype=np.float64)
         return grid, np.clip(deltas, 0, 1) + self.margin
 

@@ -1,7 +1,7 @@
 """Membership inference on a finished run: can the released model tell who was trained on, and may it?
 
-    report = membership("runs/first", shadows=8)
-    plot(report, "membership.svg")
+    report = infer_membership("runs/first", shadows=8)
+    plot_roc(report, "membership.svg")
     assert stays_below(report)
 
 The members are the records that the run was trained on, the non-members those it held out; both are rebuilt from the
@@ -22,28 +22,21 @@ to publish them is not covered by the run's guarantee.
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ..accounting import Mechanism, trade_off
-from ..data import Data, load
 from ..errors import ConfigError
-from ..nn import build
-from ..training import TrainConfig
+from .finished import FinishedRun
 from .statistics import Auroc, TprAt, auroc, epsilon_lower_from_rates, roc, tpr_at, upper
 
 Floats = npt.NDArray[np.float64]
@@ -58,10 +51,9 @@ _OWN_VARIANCE = 32
 _MOST_THRESHOLDS = 200
 _EVALUATION_BATCH = 1024
 _SHADOW_BATCH, _SHADOW_LR = 128, 0.005
-_NEEDED = {"epsilon", "delta", "epsilon_is", "mechanism", "compositions", "steps", "records", "held_out"}
 _LEFT = 1e-4
 _TITLES = {"loss": "loss threshold", "lira": "LiRA"}
-_NOT_COVERED = (
+NOT_COVERED = (
     "These figures were computed from the records themselves, without noise: to publish them is not covered by the "
     "guarantee of the run."
 )
@@ -81,6 +73,17 @@ class Attack:
     auroc: Auroc
     tpr_at: Mapping[float, TprAt]
     epsilon_lower: float
+
+    @property
+    def title(self) -> str:
+        return _TITLES[self.name]
+
+    @property
+    def described(self) -> str:
+        """In one line, with 95% intervals."""
+        found = [f"AUROC {self.auroc.value:.3f} [{self.auroc.low:.3f}, {self.auroc.high:.3f}]"]
+        found += [f"TPR {r.tpr:.2%} [{r.low:.2%}, {r.high:.2%}] at FPR {rate:g}" for rate, r in self.tpr_at.items()]
+        return f"{self.title}: {', '.join(found)}"
 
     def to_json(self) -> dict[str, Any]:
         rates = {
@@ -126,7 +129,7 @@ class MembershipReport:
             "attacks": [attack.to_json() for attack in self.attacks],
             "stays_below": bool(below),
             "crossings": [asdict(point) for point in below.crossings],
-            "not_covered": _NOT_COVERED,
+            "not_covered": NOT_COVERED,
         }
 
 
@@ -243,8 +246,10 @@ def epsilon_lower(
 # The run
 
 
-def membership(folder: str | Path, *, shadows: int = 0, seed: int = 0, error: float = 0.05) -> MembershipReport:
-    """Attacks the finished run in `folder`: by the loss, and with `shadows` (4 at least) by LiRA too.
+def infer_membership(
+    run: FinishedRun | str | Path, *, shadows: int = 0, seed: int = 0, error: float = 0.05
+) -> MembershipReport:
+    """Attacks a finished run (or its folder): by the loss, and with `shadows` (4 at least) by LiRA too.
 
     The attacker of LiRA is strong: it knows the distribution, as it trains its shadow models on the run's own records,
     members and non-members alike, each model on a random half of them, and it knows the network and the number of
@@ -254,17 +259,16 @@ def membership(folder: str | Path, *, shadows: int = 0, seed: int = 0, error: fl
         raise ConfigError(f"shadows={shadows}: LiRA needs 4 shadow models at least; or give 0 to leave it out.")
     if not 0 < error < 1:
         raise ConfigError(f"error={error!r} must be a probability between 0 and 1.")
-    folder = Path(folder)
-    config, statement = _read(folder)
-    data = _data(folder, config)
+    run = run if isinstance(run, FinishedRun) else FinishedRun.open(run)
+    config, statement, data = run.config, run.statement, run.data
     x, y = (torch.cat(parts) for parts in zip(data.train.tensors, data.test.tensors, strict=True))
     member = np.arange(len(y)) < len(data.train)
-    confidence, delta = confidences(_released(folder, config, data), x, y), float(statement["delta"])
+    confidence, delta = confidences(run.released(), x, y), float(statement["delta"])
     scores = {"loss": loss_scores(confidence)}
-    _same_data(folder, statement, config, scores["loss"], member)
+    _same_data(run, scores["loss"], member)
     if shadows:
         epochs = max(1, round(int(statement["steps"]) * (config.batch or 1) / len(data.train)))
-        fresh = partial(_build, config, data)
+        fresh = run.network
         out = shadow_confidences(fresh, x, y, shadows=shadows, epochs=epochs, seed=seed)
         scores["lira"] = lira_scores(confidence, *out)
     return MembershipReport(
@@ -329,65 +333,10 @@ def _train_openly(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
             optimizer.step()
 
 
-def _read(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
-    """The run's configuration and its privacy statement."""
-    for name in ("config.toml", "privacy.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder} holds no finished run, as it has no {name}: name the folder of one.")
-    try:
-        options = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        for part in ("method", "model"):
-            named = dict(options[part])
-            options |= {part: named.pop("name"), f"{part}_options": named}
-        statement = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
-        if missing := _NEEDED - set(statement):
-            raise ValueError(f"privacy.json does not tell {', '.join(sorted(missing))}")
-        return TrainConfig(**options), statement
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"The files of the run in {folder} are damaged: {error}.") from error
-
-
-def _data(folder: Path, config: TrainConfig) -> Data:
-    """The records as the run had them: the same file, the same seed, hence the same records held out."""
-    try:
-        data = load(
-            config.data,
-            data_dir=None if config.data_dir is None else Path(config.data_dir),
-            target=config.target,
-            test_fraction=config.test_fraction,
-            validation=config.validation,
-            bounds=None if config.bounds is None else {k: (v[0], v[1]) for k, v in config.bounds.items()},
-            seed=config.seed,
-        )
-    except ConfigError as error:
-        raise ConfigError(
-            f"The records of the run in {folder} cannot be had again, and without them nobody's membership can be "
-            f"inferred: {error}"
-        ) from error
-    if data.train.tensors[1].is_floating_point():
-        raise ConfigError(f"The run in {folder} predicts numbers, and these attacks are for classes only.")
-    return data
-
-
-def _build(config: TrainConfig, data: Data, seed: int) -> nn.Module:
-    return build(
-        config.model, input_shape=data.input_shape, classes=data.classes, seed=seed, **dict(config.model_options)
-    )
-
-
-def _released(folder: Path, config: TrainConfig, data: Data) -> nn.Module:
-    model = _build(config, data, config.seed)
-    try:
-        model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
-    except (RuntimeError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"model.safetensors in {folder} does not fit the run's data and model: {error}.") from error
-    return model
-
-
-def _same_data(folder: Path, statement: Mapping[str, Any], config: TrainConfig, scores: Floats, member: Flags) -> None:
+def _same_data(run: FinishedRun, scores: Floats, member: Flags) -> None:
     """Refuses records that are not those of the run: the loss on those held out must be the one that it measured."""
-    told = statement["held_out"]
-    counted = config.records is None and statement["records"] != int(member.sum())
+    told = run.statement["held_out"]
+    counted = run.config.records is None and run.statement["records"] != int(member.sum())
     loss = math.nan if told["loss"] is None else float(told["loss"])
     if (
         counted
@@ -395,7 +344,7 @@ def _same_data(folder: Path, statement: Mapping[str, Any], config: TrainConfig, 
         or not math.isclose(loss, -scores[~member].mean(), rel_tol=1e-3, abs_tol=1e-5)
     ):
         raise ConfigError(
-            f"The data is not what the run in {folder} was trained on (its held-out records have another number or "
+            f"The data is not what the run in {run.folder} was trained on (its held-out records have another number or "
             "another loss): who was a member is not known. Put the data back as it was."
         )
 
@@ -436,7 +385,7 @@ def stays_below(report: MembershipReport) -> Comparison:
     )
 
 
-def plot(report: MembershipReport, path: str | Path) -> None:
+def plot_roc(report: MembershipReport, path: str | Path) -> None:
     """Draws the attacks' ROC curves beside the region that the guarantee forbids, as SVG or PNG by the path's suffix.
 
     Both axes are logarithmic, as whoever is found with few false alarms is harmed most. The bands hold for all points

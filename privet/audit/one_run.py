@@ -32,7 +32,9 @@ from .statistics import gdp_epsilon, one_run_ceiling, one_run_epsilon, one_run_f
 from .subject import MethodSubject, Record
 
 ERROR = 1e-4
-"""The probability that a sound training is called broken, and that the lower bound is above the truth."""
+"""The probability that a sound training is called broken."""
+CONFIDENCE = 0.95
+"""Of the lower bound that is reported."""
 _RECORDS = 64
 _EPOCHS = 6
 _RATE = 0.5
@@ -51,7 +53,7 @@ class OneRun:
     correct: int
     claimed: float
     lower_bound: float
-    """Epsilon at the claim's delta, by the binomial bound."""
+    """Epsilon at the claim's delta, by the binomial bound, at a confidence of 95%."""
     mu: float
     """The largest μ at which a Gaussian trade-off curve is refuted: the tighter f-DP form."""
     ceiling: float
@@ -59,8 +61,8 @@ class OneRun:
     checks: list[Check]
 
 
-def one_run(
-    subject: MethodSubject, kind: Literal["gradient", "input"] = "gradient", canaries: int = 300, seed: int = 0
+def audit_in_one_run(
+    subject: MethodSubject, kind: Literal["gradient", "input"] = "gradient", canaries: int = 1000, seed: int = 0
 ) -> OneRun:
     """Trains once with canaries, and compares what can be guessed with what the run claims."""
     random = np.random.default_rng(seed)
@@ -84,15 +86,15 @@ def one_run(
     claimed_curve = _from_below(lambda alphas: np.asarray(trade_off(spent, alphas)))
     guesses = _best_number_of_guesses(canaries, claim.epsilon, claim.delta)
     correct = _right_guesses(scores, present, guesses)
-    found = one_run_epsilon(canaries, guesses, correct, claim.delta, ERROR)
+    surely = one_run_epsilon(canaries, guesses, correct, claim.delta, ERROR)
     refuted = one_run_f_dp_rejects(canaries, guesses, correct, claimed_curve, ERROR)
-    ceiling = one_run_ceiling(canaries, claim.delta, ERROR)
+    ceiling = one_run_ceiling(canaries, claim.delta, 1 - CONFIDENCE)
     where = f"{kind} canaries: {correct} of {guesses} guesses right, {canaries} canaries"
     checks = [
         Check(
             name=f"one training with {kind} canaries",
-            holds=found <= claim.epsilon,
-            measured=found,
+            holds=surely <= claim.epsilon,
+            measured=surely,
             bound=claim.epsilon,
             detail=f"{where}; the most that so many can show is epsilon {ceiling:.3g}",
         ),
@@ -112,8 +114,8 @@ def one_run(
         guesses=guesses,
         correct=correct,
         claimed=claim.epsilon,
-        lower_bound=found,
-        mu=one_run_mu(canaries, guesses, correct, ERROR),
+        lower_bound=one_run_epsilon(canaries, guesses, correct, claim.delta, 1 - CONFIDENCE),
+        mu=one_run_mu(canaries, guesses, correct, 1 - CONFIDENCE),
         ceiling=ceiling,
         checks=checks,
     )
@@ -224,7 +226,7 @@ def _best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
     def shown(share: float) -> float:
         right = _right_guesses(scores, present, round(share * 4000)) / round(share * 4000)
         guesses = max(2, round(share * canaries))
-        return one_run_epsilon(canaries, guesses, math.floor(right * guesses), delta, ERROR)
+        return one_run_epsilon(canaries, guesses, math.floor(right * guesses), delta, 1 - CONFIDENCE)
 
     return max(2, round(max(_SHARES, key=shown) * canaries))
 

@@ -63,9 +63,9 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.subject}: {'holds' if self.holds else 'BROKEN'}"]
         for check in self.checks:
-            against = "" if check.bound is None else f" against {_short(check.bound)}"
+            against = "" if check.bound is None else f" against {shown(check.bound)}"
             lines.append(
-                f"  {'ok ' if check.holds else 'NO '} {check.name}: {_short(check.measured)}{against}"
+                f"  {'ok ' if check.holds else 'NO '} {check.name}: {shown(check.measured)}{against}"
                 + (f" ({check.detail})" if check.detail and not check.holds else "")
             )
         return "\n".join(lines)
@@ -76,5 +76,6 @@ def _plain(value: float | str | None) -> float | str | None:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _short(value: float | str | None) -> str:
+def shown(value: float | str | None) -> str:
+    """A number as a person reads it."""
     return "–" if value is None else value if isinstance(value, str) else f"{value:.4g}"

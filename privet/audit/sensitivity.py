@@ -25,7 +25,7 @@ _ROUNDING = 1e-5
 STRANGER = 10**6
 """The number of the record that is added: nobody else's."""
 _CLIMBS = 24
-_CROWDS = 6
+_CROWDS = 4
 _ASCENT_STEPS = 8
 
 
@@ -145,7 +145,7 @@ class _Search:
 
     def _hostile(self) -> Iterator[tuple[str, Record]]:
         x, classes = self.base[0].x, _different([r.y for r in self.base])
-        for label, y in enumerate(classes[:3]):
+        for label, y in enumerate(classes[:2]):
             for how, hostile in _shapes(x, [r.x for r in self.base], self.random):
                 yield f"{how}, target {label}", Record(STRANGER, hostile, y)
 
@@ -180,7 +180,7 @@ class _Search:
             yield f"gradient ascent {how}", Record(STRANGER, x, start.y)
 
     def _in_crowds(self, worst: Worst, record: Record) -> Worst:
-        """Among others of very different sizes: who comes first may then decide what a part of the sample adds up to."""
+        """Among others of very different sizes: who comes first may decide what a part of the sample adds up to."""
         for _ in range(_CROWDS):
             crowd = [self._resized(other) for other in self.base]
             found, where = self._difference(self.subject.step(crowd, noise=False), [record, *crowd], "add_remove")

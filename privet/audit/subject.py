@@ -204,11 +204,13 @@ class MethodSubject(Subject):
 
     def new_run(self, dataset: Dataset[Any], *, sampling: SamplingRule | None = None, steps: int = 10**6) -> Run:
         """A run of the method on a fresh copy of the model."""
+        sampling = sampling or self.sampling
         return Run(
             copy.deepcopy(self._model),
             dataset,
             method=self.method,
-            sampling=sampling or self.sampling,
+            sampling=sampling,
+            records=max(len(dataset), sampling.batch),  # type: ignore[arg-type]
             budget=Budget(noise=self.noise_multiplier, steps=steps, delta=self.delta),
             relation=self.relation,
             noise_level=self.noise_level,
@@ -223,6 +225,12 @@ class MethodSubject(Subject):
 
     def close(self) -> None:
         self.run.close()
+
+    def __enter__(self) -> MethodSubject:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def step(self, sample: Sequence[Record], *, noise: bool) -> Outcome:
         self._desk.begin("noise" if noise else "off")

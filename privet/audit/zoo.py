@@ -96,4 +96,4 @@ def digits_example() -> Example:
     x, y = (part[:128] for part in load("digits").train.tensors)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 8), nn.Tanh(), nn.Linear(8, 10)), (x, y)
+        return nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 16), nn.Tanh(), nn.Linear(16, 10)), (x, y)

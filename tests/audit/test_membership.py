@@ -17,16 +17,16 @@ from torch.utils.data import TensorDataset
 
 from privet import ConfigError
 from privet.accounting import Mechanism, epsilon
-from privet.audit import membership as module
+from privet.audit import finished as module
 from privet.audit.membership import (
     MembershipReport,
     assess,
     confidences,
     epsilon_lower,
+    infer_membership,
     lira_scores,
     loss_scores,
-    membership,
-    plot,
+    plot_roc,
     shadow_confidences,
     stays_below,
 )
@@ -215,7 +215,7 @@ def memorised(memorised_run: Path) -> Iterator[Path]:
 
 
 def test_a_private_run_gives_nobody_away(digits: Path) -> None:
-    found = membership(digits, shadows=4)
+    found = infer_membership(digits, shadows=4)
     told = json.loads((digits / "privacy.json").read_text())
     assert (found.members, found.non_members, found.shadows) == (1437, 360, 4)
     assert (found.epsilon, found.delta) == (told["epsilon"], told["delta"])
@@ -232,7 +232,7 @@ def test_a_private_run_gives_nobody_away(digits: Path) -> None:
 
 
 def test_a_model_that_knows_its_records_by_heart_gives_them_away(memorised: Path, tmp_path: Path) -> None:
-    found = membership(memorised, shadows=8)
+    found = infer_membership(memorised, shadows=8)
     assert found.members > found.non_members
     for attack in found.attacks:
         assert attack.auroc.low > 0.65
@@ -241,9 +241,9 @@ def test_a_model_that_knows_its_records_by_heart_gives_them_away(memorised: Path
     bold = replace(found, mechanism=Mechanism(kind="gaussian", noise_multiplier=20.0), compositions=1, epsilon=0.2)
     assert not stays_below(bold) and bold.to_json()["stays_below"] is False
     for name, text in (("kept.svg", "No attack surely crosses"), ("broken.svg", "AN ATTACK CROSSES")):
-        plot(bold if name == "broken.svg" else found, tmp_path / name)
+        plot_roc(bold if name == "broken.svg" else found, tmp_path / name)
         assert text.replace(" ", "") in (tmp_path / name).read_text().replace(" ", "")
-    plot(found, tmp_path / "kept.png")
+    plot_roc(found, tmp_path / "kept.png")
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -252,30 +252,30 @@ def test_records_that_are_gone_or_others_are_refused(memorised: Path) -> None:
     lines = table.read_text().splitlines()
     table.unlink()
     with pytest.raises(ConfigError, match="cannot be had again"):
-        membership(memorised)
+        infer_membership(memorised)
     table.write_text("\n".join([lines[0], *reversed(lines[1:])]))  # the order decides nothing
-    assert membership(memorised).attacks[0].auroc.low > 0.65
+    assert infer_membership(memorised).attacks[0].auroc.low > 0.65
     table.write_text("\n".join(lines[:-1]))
     with pytest.raises(ConfigError, match="not what the run"):
-        membership(memorised)
+        infer_membership(memorised)
     flipped = [line[:-1] + str(1 - int(line[-1])) for line in lines[1:]]
     table.write_text("\n".join([lines[0], *flipped]))
     with pytest.raises(ConfigError, match="not what the run"):
-        membership(memorised)
+        infer_membership(memorised)
 
 
 def test_what_cannot_be_attacked_is_named(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no finished run"):
-        membership(tmp_path)
+        infer_membership(tmp_path)
     with pytest.raises(ConfigError, match="shadows=2"):
-        membership(digits, shadows=2)
+        infer_membership(digits, shadows=2)
     with pytest.raises(ConfigError, match="error"):
-        membership(digits, error=0.0)
+        infer_membership(digits, error=0.0)
     for name in ("config.toml", "privacy.json", "model.safetensors"):
         (tmp_path / name).write_bytes((digits / name).read_bytes())
     (tmp_path / "privacy.json").write_text("{}")
     with pytest.raises(ConfigError, match="damaged"):
-        membership(tmp_path)
+        infer_membership(tmp_path)
     real = module.load
 
     def numbers(*args: Any, **options: Any) -> Any:
@@ -284,4 +284,4 @@ def test_what_cannot_be_attacked_is_named(digits: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(module, "load", numbers)
     with pytest.raises(ConfigError, match="classes only"):
-        membership(digits)
+        infer_membership(digits)

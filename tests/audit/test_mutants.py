@@ -1,13 +1,12 @@
-"""Known faults of private training, put into Privet one at a time: the audit must find each, and nothing in their absence.
+"""Known faults of private training, put into Privet one at a time: the audit must find each, and nothing without them.
 
-`privet.audit.audit` runs whole, with the same settings for the sound method and for its mutants. docs/results/audit.md is
+`privet.audit.audit` runs whole, with the same settings for the sound method and its mutants. docs/results/audit.md is
 made from these cases: `python tests/audit/faults.py`.
 """
 
 from __future__ import annotations
 
 import pytest
-
 from faults import FAULTS, SETTINGS, audited
 
 
