@@ -73,7 +73,6 @@ class _Search:
         self.subject, self.base = subject, subject.base
         self.random = torch.Generator().manual_seed(seed)
         self.without = subject.step(self.base, noise=False)
-        self.alone = subject.step([], noise=False)
         self.found: list[tuple[float, Record]] = []
 
     def add_remove(self) -> Worst:
@@ -91,12 +90,19 @@ class _Search:
         assert hardest is not None
         for position in (len(self.base) // 2, len(self.base)):
             worst = self._try(worst, f"the worst of all, as number {position} of its sample", hardest, position)
-        found, where = self._difference(self.alone, [hardest], "add_remove")
+        found, where = self._alone(hardest)
         if found > worst.ratio:
             worst = Worst(found, f"the worst of all, alone in its sample{where}", hardest)
         for record in (hardest, Record(STRANGER, self.base[-1].x, self.base[-1].y)):
             worst = self._in_crowds(worst, record)
         return worst
+
+    def _alone(self, record: Record) -> tuple[float, str]:
+        try:
+            nobody = self.subject.step([], noise=False)
+        except Exception as error:
+            return math.inf, f"; a sample of nobody stops the step ({type(error).__name__}: {str(error)[:120]})"
+        return self._difference(nobody, [record], "add_remove")
 
     def replace_one(self) -> Worst:
         """Pairs of the records that moved most, against each other and against their opposites."""
@@ -155,8 +161,13 @@ class _Search:
         candidates += [Record(STRANGER, r.x, r.y) for r in self.base[:4]]
         scored = []
         for record in candidates:
-            alone = self.subject.step([record], noise=False)
+            try:
+                alone = self.subject.step([record], noise=False)
+            except Exception:
+                continue  # that it cannot be alone is found elsewhere
             scored.append((sum(float(alone.sums[n] @ self.without.sums[n]) for n in alone.sums), record))
+        if not scored:
+            return
         scored.sort(key=lambda pair: pair[0])
         for how, (_, record) in (("anti-aligned with the others", scored[0]), ("aligned with the others", scored[-1])):
             yield how, record
@@ -230,7 +241,7 @@ def _shapes(x: Tensor, others: Sequence[Tensor], random: torch.Generator) -> Ite
         yield "one token over and over", torch.full_like(x, int(x.flatten()[0]))
         return
     noise = torch.randn(x.shape, generator=random).to(x)
-    for scale in (0.0, 1e-30, 1.0, 1e3, 1e12, 1e30):
+    for scale in (0.0, 1e-30, 1e-22, 1e-19, 1.0, 1e3, 1e12, 1e30):
         yield f"size {scale:g}", noise * scale
     yield "all the same and large", torch.full_like(x, 1e4)
     yield "the largest number", torch.full_like(x, torch.finfo(x.dtype).max)
