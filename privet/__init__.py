@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from .errors import BudgetExceeded, CheckpointError, ConfigError, LedgerError, PrivetError, Refused
 
 if TYPE_CHECKING:
+    from . import audit as audit
+    from . import nn as nn
     from .ledger import Ledger
     from .methods import Method, method
+    from .methods.batch import Batch
     from .methods.per_example import PerExample
     from .planning import Budget, Plan, plan
     from .run import Run
@@ -23,6 +26,7 @@ _HOMES = {
     "Ledger": ".ledger",
     "Method": ".methods",
     "method": ".methods",
+    "Batch": ".methods.batch",
     "PerExample": ".methods.per_example",
     "Budget": ".planning",
     "Plan": ".planning",
@@ -35,7 +39,11 @@ _HOMES = {
     "Step": ".step",
 }
 
+_PARTS = ("audit", "nn")
+"""Reached as privet.nn, but not in __all__: nn would hide torch's."""
+
 __all__ = [
+    "Batch",
     "Budget",
     "BudgetExceeded",
     "CheckpointError",
@@ -59,10 +67,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module 'privet' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", *_PARTS]

@@ -83,6 +83,11 @@ def load(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
         )
     if missing := set(stateful) - set(content["stateful"]):
         raise CheckpointError(f"{path} holds no state for {sorted(missing)}; it has {sorted(content['stateful'])}.")
+    if left := sorted(set(content["stateful"]) - set(stateful)):
+        raise CheckpointError(
+            f"{path} also holds the state of {', '.join(left)}, which would begin anew. Hand it in: run.load(path, "
+            f"{', '.join(f'{name}={name}' for name in sorted(content['stateful']))})."
+        )
     targets = [(run.model, content["model"]), *[(thing, content["stateful"][n]) for n, thing in stateful.items()]]
     before = [(thing, copy.deepcopy(thing.state_dict())) for thing, _ in targets]
     try:

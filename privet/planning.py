@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +10,8 @@ from functools import cached_property
 from .accounting import Guarantee, Mechanism, Relation, count_for, epsilon, noise_for
 from .errors import ConfigError
 from .sampling import SamplingRule
+
+log = logging.getLogger("privet")
 
 _LARGEST_NOISE = 1e6
 _SMALLEST_EPSILON = 1e-6
@@ -81,6 +84,11 @@ class Plan:
         return self.guarantee.accountant
 
 
+def steps_within(units: int, sampling: SamplingRule, records: int) -> int:
+    """How many steps from the first one on so many compositions pay for."""
+    return units * (sampling.steps_per_epoch(records) if sampling.units(2, records) == 1 else 1)
+
+
 def plan(
     budget: Budget,
     sampling: SamplingRule,
@@ -117,7 +125,16 @@ def plan(
                     f"With noise {budget.noise:g} not a single step fits into epsilon {budget.epsilon:g} at delta "
                     f"{budget.delta:g}. Raise the noise or the budget, or lower the batch size."
                 )
-            per_unit = sampling.steps_per_epoch(records) if sampling.units(2, records) == 1 else 1
-            steps = limit * per_unit if steps is None else min(steps, limit * per_unit)
+            most = steps_within(limit, sampling, records)
+            if steps is not None and steps > most:
+                log.warning(
+                    "Epsilon %g at noise %g allows %d of the %d steps asked for: the run will end there. More noise "
+                    "makes it longer.",
+                    budget.epsilon,
+                    budget.noise,
+                    most,
+                    steps,
+                )
+            steps = most if steps is None else min(steps, most)
     assert steps is not None
     return Plan(mechanism=chosen, steps=steps, units=sampling.units(steps, records), limit=limit, delta=budget.delta)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.hooks import RemovableHandle
 
 from . import checkpoint
 from .accounting import Guarantee, Relation, Spent, count_for, epsilon
@@ -412,18 +413,27 @@ class Loader:
 class _OptimizerGuard:
     """Refuses an optimizer that is called too early, or that also holds parameters with raw gradients."""
 
-    _active: ClassVar[weakref.WeakSet[_OptimizerGuard]] = weakref.WeakSet()
+    _active: ClassVar[tuple[_OptimizerGuard, ...]] = ()
+    """Replaced and never changed, and torch's list of hooks is left alone: a run that was dropped may be collected, and
+    its guard closed, in the middle of a walk through either."""
+    _hook: ClassVar[RemovableHandle | None] = None
 
     def __init__(self, model: nn.Module, run: weakref.ref[Run]) -> None:
         self._run = run
         self._parameters = [weakref.ref(p) for p in model.parameters()]
-        self._handle = register_optimizer_step_pre_hook(self._look)
-        self._active.add(self)
+        _OptimizerGuard._active = (*self._active, self)
+        if self._hook is None:
+            _OptimizerGuard._hook = register_optimizer_step_pre_hook(self._ask_all)
+
+    @classmethod
+    def _ask_all(cls, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        for guard in cls._active:
+            guard._look(optimizer)
 
     def _protected(self) -> set[int]:
         return {id(p) for reference in self._parameters if (p := reference()) is not None}
 
-    def _look(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _look(self, optimizer: Optimizer) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if self._protected().isdisjoint(map(id, held)):
             return
@@ -444,8 +454,7 @@ class _OptimizerGuard:
                 )
 
     def close(self) -> None:
-        self._handle.remove()
-        self._active.discard(self)
+        _OptimizerGuard._active = tuple(guard for guard in self._active if guard is not self)
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -310,13 +310,27 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
         other, Numbered(), method=PerExample(), sampling=Poisson(batch=8), budget=Budget(noise=2, steps=2, delta=DELTA)
     ) as run:
         with pytest.raises(CheckpointError, match="does not fit"):
-            run.load(tmp_path / "c")
+            run.load(tmp_path / "c", optimizer=torch.optim.Adam(other.parameters(), lr=0.1))
         assert run.steps_done == 0
     with pytest.raises(CheckpointError, match=r"no state for \['schedule'\]"):
         training.load(tmp_path / "c")
     few = torch.optim.Adam([training.model[0].weight])
     with pytest.raises(CheckpointError, match="does not fit"):
         training.run.load(tmp_path / "c", optimizer=few)
+
+
+def test_state_that_nobody_takes_over_is_refused(tmp_path: Path) -> None:
+    """A schedule that begins anew without a word would train at the first learning rate again."""
+    training = Training()
+    training.go(4)
+    training.save(tmp_path / "c")
+    weight = training.model[0].weight.clone()
+    training.go(1)
+    with pytest.raises(
+        CheckpointError, match=r"of schedule, .*run\.load\(path, optimizer=optimizer, schedule=schedule"
+    ):
+        training.run.load(tmp_path / "c", optimizer=training.optimizer)
+    assert training.run.steps_done == 5 and not torch.equal(training.model[0].weight, weight)
 
 
 def test_a_refused_checkpoint_changes_nothing(tmp_path: Path) -> None:

@@ -133,8 +133,9 @@ def test_everything_on_the_command_line_can_stand_in_toml() -> None:
     parser = argparse.ArgumentParser()
     _options.add_train_options(parser)
     words = {a.dest for a in parser._actions} - {"help"}
-    settable = {f.name for f in fields(TrainConfig)} | {f"method.{f.name}" for f in fields(PerExample)}
-    assert words <= settable and settable - words == {"bounds", "method_options", "model_options", "method.groups"}
+    of_methods = {f"method.{f.name}" for method in METHODS.values() for f in fields(method)}  # type: ignore[arg-type]
+    settable = {f.name for f in fields(TrainConfig)} | of_methods
+    assert words <= settable and settable - words == {"method_options", "model_options", "method.groups"}
 
 
 def test_command_line_over_file_over_preset_over_default() -> None:
@@ -241,6 +242,19 @@ def test_a_table_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path(config["data"]).is_absolute() and config["batch"] == 64
 
 
+def test_bounds_of_columns_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("table.csv").write_text("age,a=b,size,ill\n" + "1,-3,2,yes\n9,4,2,no\n" * 300)
+    Path("given.toml").write_text("[bounds]\nage = [0, 50]\nsize = [1, 3]\n")
+    args = ["--data", "table.csv", "--target", "ill", "--sampling", "partition", "--epochs", "1", "--quiet"]
+    out = answer(capsys, "train", "given.toml", *args, "--bounds", "a=b=-5:5", "--bounds", "age=0:1e2")["out"]
+    written = tomllib.loads(Path(out, "config.toml").read_text())["bounds"]
+    assert written == {"age": [0, 100], "a=b": [-5, 5], "size": [1, 3]}
+    for wrong in ("age", "age=3", "=0:1", "age=0:1:2", "age=low:high"):
+        assert "--bounds must be COLUMN=LOW:HIGH" in refused(capsys, "train", *args, "--bounds", wrong)
+    assert "names 'height'" in refused(capsys, "train", *args, "--bounds", "height=0:3")
+    assert "the lower first" in refused(capsys, "train", *args, "--bounds", "age=3:0")
+
+
 @pytest.mark.parametrize("name", ["config.toml", "checkpoint.pt", "privacy.json"])
 def test_a_full_disk_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
@@ -279,7 +293,8 @@ def test_a_new_method_brings_its_options(capsys: pytest.CaptureFixture[str], hal
     with pytest.raises(SystemExit) as done:
         main(["train", "--help"])
     assert done.value.code == 0
-    assert "--strength" in capsys.readouterr().out
+    _, title, own = capsys.readouterr().out.partition("options of --method halved:")
+    assert title and "--strength" in own and "--side" in own
     out = answer(capsys, "train", *FAST, "--method", halved, "--strength", "0.25", "--side", "right")["out"]
     written = tomllib.loads(Path(out, "config.toml").read_text())["method"]
     assert (written["name"], written["strength"], written["side"]) == (halved, 0.25, "right")
@@ -305,6 +320,19 @@ def test_groups_stand_in_toml(capsys: pytest.CaptureFixture[str]) -> None:
     assert {g["group"]: g["sensitivity"] for g in groups} == {"first": 0.1, "rest": 0.05}
 
 
+def test_help_tells_whose_an_option_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    parts = capsys.readouterr().out.split("options of --method ")[1:]
+    words = [(word.strip(","), part.partition(":")[0]) for part in parts for word in part.split()]
+    owners = {word: title for word, title in words if word.startswith("--")}
+    assert owners["--adaptive"] == "per-example" and owners["--record-groups"] == "batch"
+    assert owners["--clip"] == "batch or per-example"
+    (shared,) = [" ".join(part.split()) for part in parts if part.startswith("batch or")]
+    assert "batch: norm C that a group's mean" in shared and "per-example: norm C that a record's" in shared
+    assert shared.count("how noise is shared") == 1
+
+
 # budget
 
 
@@ -326,7 +354,24 @@ def test_budget_adds_up_what_runs_cost_and_sets_a_limit(capsys: pytest.CaptureFi
         == 6
     )
     code, out, _ = run(capsys, "budget", "people.ledger")
-    assert code == 0 and "per-example" in out and "Budget: epsilon 6 at delta 1e-05" in out
+    assert code == 0 and "per-example" in out and "Budget: epsilon 6 at delta 1e-05" in out and " left." in out
+    cost = answer(capsys, "budget", "people.ledger", "--epsilon", "0.5", "--delta", "1e-5")
+    assert cost["remaining"] == pytest.approx(0.5 - cost["epsilon"]) and cost["remaining"] < 0
+    assert f", exceeded by {-cost['remaining']:.4g}." in run(capsys, "budget", "people.ledger")[1]
+
+
+def test_the_table_of_runs_fits_into_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with Ledger("people.ledger") as ledger:
+        entry = ledger.open_run("0123456789", Mechanism(kind="gaussian", noise_multiplier=12.345), note="per-example")
+        ledger.charge(entry, step=123456, units=100)
+        started = ledger.runs()[0].started
+    _, out, _ = run(capsys, "budget", "people.ledger")
+    (line,) = [line for line in out.splitlines() if "per-example" in line]
+    assert line.split()[:3] == [started[:10], started[11:16], "01234567"]
+    assert line.split()[4:6] == ["123456", "12.35"] and line.split()[-1] == "unfinished" and len(line) <= 80
 
 
 @pytest.mark.parametrize(
@@ -419,6 +464,22 @@ def test_a_reader_who_leaves_gets_no_traceback() -> None:
 
 
 # The command itself
+
+
+def test_the_library_s_errors_name_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Set --relation replace_one, or" in refused(capsys, "train", *FAST, "--sampling", "fixed-size")
+    exact = [*PLAN, "--noise", "1", "--steps", "5", "--noise-level", "exact"]
+    assert "use --relation add_remove" in refused(capsys, *exact, "--relation", "replace_one")
+
+
+@pytest.mark.parametrize("asked", ["--version", "--help"])
+def test_what_needs_no_torch_does_not_wait_for_it(asked: str) -> None:
+    code = (
+        "import sys\nfrom privet.cli import main\n"
+        f"try: main([{asked!r}])\nfinally: print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

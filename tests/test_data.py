@@ -344,7 +344,9 @@ class TestTable:
             (["n,c,y"], "y", "no rows"),
             (["y", "a", "b"], "y", "no column besides the target"),
             (["n,y", "1,a", "2,a"], "y", "'a' in every row"),
-            (["n,y", *(f"{i},{i}" for i in range(60))], "y", "60 different numbers.*regression"),
+            (["n,y", *(f"{i},{i % 60}" for i in range(200))], "y", "60 different numbers.*regression"),
+            (["n,y", *(f"{i},{i / 7}" for i in range(21))], "y", "21 different values in 21 rows, nearly one for each"),
+            (["n,y", *(f"{i},id{i % 30}" for i in range(59))], "y", "30 different values in 59 rows.*identifier"),
             (["n,y", '1,"a', "2,b"], "y", "cannot be read as a table of text after line"),
             ([""], "y", "is empty"),
         ],
@@ -353,6 +355,22 @@ class TestTable:
         path = write(tmp_path / "t.csv", *lines)
         with pytest.raises(ConfigError, match=says):
             load(path, target=target)
+
+    @pytest.mark.parametrize(("rows", "classes"), [(60, 30), (20, 20)])
+    def test_many_classes_are_classes_all_the_same(self, tmp_path: Path, rows: int, classes: int) -> None:
+        path = write(tmp_path / "t.csv", "x,y", *(f"{i},id{i % classes}" for i in range(rows)))
+        assert load(path, target="y").classes == classes
+
+    def test_says_which_numbers_have_no_public_bounds(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = write(tmp_path / "t.csv", "n,m,c,y", *(f"{i},{-i},{'ab'[i % 2]},{i % 2}" for i in range(40)))
+        load(path, target="y", bounds={"n": (0, 40), "m": (-40, 0)})
+        assert not caplog.records
+        load(path, target="y", bounds={"n": (0, 40)})
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "numbers in 'm', so" in said and "--bounds COLUMN=LOW:HIGH" in said
+        wide = write(tmp_path / "w.csv", "a,b,c,d,e,f,g,y", *(f"1,2,3,4,5,6,7,{i % 2}" for i in range(40)))
+        load(wide, target="y")
+        assert "'a', 'b', 'c', 'd', 'e' and 2 more" in caplog.text
 
     @pytest.mark.parametrize(
         ("bounds", "says"),

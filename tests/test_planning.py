@@ -34,12 +34,14 @@ def test_epsilon_and_noise_give_length() -> None:
     assert made.epsilon <= 2.0 < epsilon([(made.mechanism, made.steps + 1)], 1e-5).epsilon
 
 
-def test_of_all_three_the_tightest_counts() -> None:
+def test_of_all_three_the_tightest_counts(caplog: pytest.LogCaptureFixture) -> None:
     allowed = plan(Budget(epsilon=2.0, noise=1.1, delta=1e-5), POISSON, records=RECORDS).steps
     short = plan(Budget(epsilon=2.0, noise=1.1, steps=10, delta=1e-5), POISSON, records=RECORDS)
     assert (short.steps, short.limit) == (10, allowed) and short.epsilon < 2.0
+    assert not caplog.records
     long = plan(Budget(epsilon=2.0, noise=1.1, steps=10**7, delta=1e-5), POISSON, records=RECORDS)
     assert long.steps == allowed and long.epsilon <= 2.0
+    assert f"allows {allowed} of the 10000000 steps" in caplog.text
 
 
 @pytest.mark.parametrize("epochs", [1, 2.5, 0.001])

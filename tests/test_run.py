@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from conftest import naive_clipped_sum, naive_gradients
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
@@ -153,6 +158,15 @@ def test_batches_of_any_form_give_the_same() -> None:
             runs.append(train(run, model, losses))
     for other in runs[1:]:
         same(runs[0], other)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_records_that_cannot_be_stacked_need_a_collate_function(check: bool, workers: int) -> None:
+    ragged = Items(lambda x, y: (x.flatten()[: 1 + int(y)], y))
+    told = pytest.raises(ConfigError, match=r'(?s)equal size.*padding.*loader_options=\{"collate_fn"')
+    with seeded(net(), ragged, check=check, loader_options={"num_workers": workers}) as run, told:
+        next(iter(next(iter(run.loader))))
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
@@ -313,6 +327,26 @@ def test_a_run_that_was_dropped_without_closing_does_not_stop_later_ones() -> No
             guard.close()
 
 
+def test_a_run_may_be_collected_while_an_optimizer_looks() -> None:
+    dropped, model = seeded(net()), net()
+    dropped.circle = dropped  # type: ignore[attr-defined]  # goes by garbage collection alone
+    gone = weakref.ref(dropped)
+
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    hook = register_optimizer_step_pre_hook(collect)
+    gc.disable()
+    try:
+        with seeded(model, budget=budget(2, noise=1.0)) as run:
+            del dropped
+            train(run, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            assert gone() is None and run.steps_done == 2
+    finally:
+        gc.enable()
+        hook.remove()
+
+
 def test_the_model_is_not_wrapped_and_close_takes_everything_away() -> None:
     model = net()
     kinds, keys = [type(m) for m in model.modules()], list(model.state_dict())
@@ -371,6 +405,25 @@ def test_a_budget_of_the_ledger_stops_the_step_before_it_is_released() -> None:
         assert all(p.grad is None for p in model.parameters())
         assert epsilon(ledger.spent(), 1e-5).epsilon <= 1.0
         assert sum(units for _, units in ledger.spent()) == run.steps_done
+
+
+@pytest.mark.parametrize("rule", [Poisson(batch=32), Partition(batch=32)], ids=["poisson", "partition"])
+def test_a_run_says_at_its_start_how_many_steps_fit_into_the_ledger(
+    rule: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = privet.Ledger(":memory:")
+    ledger.set_budget(4.0, 1e-5)
+    options: dict[str, Any] = {"sampling": rule, "ledger": ledger, "noise_level": "system", "seed": None}
+    model = net()
+    with seeded(model, budget=budget(3, noise=4.0), **options) as run:
+        train(run, model)
+    assert not caplog.records
+    with seeded(model, budget=budget(100, noise=4.0), **options) as run:
+        said: list[list[str]] = []
+        with pytest.raises(BudgetExceeded):
+            train(run, model, each=lambda: said.append([record.getMessage() for record in caplog.records]))
+        assert said[0] == said[-1] and len(said[0]) == 1
+        assert said[0][0].startswith(f"{len(said)} of the 100 steps to come fit into what is left")
 
 
 def test_two_runs_on_one_ledger_add_up(tmp_path: Any) -> None:
@@ -484,6 +537,15 @@ def test_the_statement(method: PerExample, steps: int, level: Any) -> None:
         assert any("Everything" in gap for gap in said["not_covered"]) is (level == "seeded")
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("method", "needed"), [(PerExample(), True), (privet.Batch(), False)], ids=["", "batch"])
+def test_the_statement_tells_of_the_check_where_it_is_needed(method: Any, needed: bool, check: bool) -> None:
+    with seeded(net(), method=method, check=check) as run:
+        said = run.statement()
+    assert said["independence_checked"] == (check if needed else "not needed")
+    assert any("switched off" in gap for gap in said["not_covered"]) is (needed and not check)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -495,6 +557,12 @@ def test_the_statement(method: PerExample, steps: int, level: Any) -> None:
         ({"seed": None}, "needs a whole number"),
         ({"records": -5}, "records"),
         pytest.param({"records": 0}, "records"),
+        ({"loader_options": {"batch_size": 1}}, "loader_options has batch_size, but the sampling rule"),
+        ({"loader_options": {"shuffle": True, "num_workers": 0}}, "loader_options has shuffle, but"),
+        ({"loader_options": {"sampler": None}}, "has sampler"),
+        ({"loader_options": {"batch_sampler": None, "drop_last": False}}, "has batch_sampler, drop_last"),
+        ({"loader_options": {"workers": 2}}, "does not take these loader_options: .*workers"),
+        ({"loader_options": {"persistent_workers": True}}, "does not take these loader_options: .*persistent_workers"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], sentence: str) -> None:
@@ -572,5 +640,10 @@ def test_a_delta_that_protects_nobody_is_named_in_the_statement() -> None:
 
 
 def test_public_names_can_be_listed_and_found() -> None:
-    assert {"Run", "Poisson", "PerExample"} <= set(dir(privet))
-    assert all(getattr(privet, name) is not None for name in privet.__all__)
+    assert {"Run", "Poisson", "PerExample", "Batch"} <= set(dir(privet))
+    assert all(getattr(privet, name) is not None for name in dir(privet))
+
+
+def test_what_errors_and_the_readme_name_is_there_without_further_imports() -> None:
+    code = "import privet; print(privet.nn.batchnorm_to_groupnorm)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -190,6 +190,10 @@ def wrong_scores(input_shape: tuple[int, ...], classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
 
 
+def lazy(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -197,6 +201,7 @@ def wrong_scores(input_shape: tuple[int, ...], classes: int) -> nn.Module:
         ({"model": "nonsense"}, ConfigError),
         ({"model": "transformer", "model_options": {}}, ConfigError),
         ({"model": f"{__name__}:wrong_scores", "model_options": {}}, ConfigError),
+        ({"model": f"{__name__}:lazy", "model_options": {}}, ConfigError),
         ({"model": f"{__name__}:batchnorm", "model_options": {}}, Refused),
         ({"method_options": {"clip": -1.0}}, ConfigError),
         ({"batch": 100_000}, ConfigError),

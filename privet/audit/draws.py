@@ -27,11 +27,13 @@ def check_sampling(rule: SamplingRule, relation: Relation, source: Source | None
     kind = rule.mechanism(records=size, noise_multiplier=1.0, relation=relation).kind
     epochs = [_epoch(rule, size, source, rule.epoch_key(source)) for _ in range(-(-_STEPS // 4))]
     steps = [sample for epoch in epochs for sample in epoch]
+    twice = sum(len(np.unique(sample)) < len(sample) for sample in steps)
+    once = Check(name="no record is twice in a sample", holds=twice == 0, measured=twice, bound=0)
     present = np.zeros((len(steps), size), dtype=bool)
     for row, sample in zip(present, steps, strict=True):
         row[sample] = True
     if kind == "gaussian":
-        return _once_per_epoch(rule, source, present.reshape(len(epochs), -1, size))
+        return [once, *_once_per_epoch(rule, source, present.reshape(len(epochs), -1, size))]
     rate = rule.batch / size
     if kind == "poisson":
         sizes = present.sum(1)
@@ -49,6 +51,7 @@ def check_sampling(rule: SamplingRule, relation: Relation, source: Source | None
     if kind == "fixed_size":
         deviation *= (size - 1) / size  # the counts add up to a constant
     return [
+        once,
         first,
         _normal(
             "records meet in two steps as often as accounted", float(overlaps.mean()), met, variance, len(overlaps)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..accounting import Relation
-from ..errors import PrivetError, Refused
+from ..errors import Refused
 from ..methods import Method
 from ..sampling import SamplingRule
 from .draws import check_sampling
@@ -131,7 +131,7 @@ def guarded(name: str, check: Callable[[], list[Check]]) -> list[Check]:
     """A check that cannot be finished has not been passed."""
     try:
         return check()
-    except (PrivetError, ArithmeticError, RuntimeError, ValueError) as error:
+    except Exception as error:
         return [Check(name=name, holds=False, measured="stopped", detail=f"{type(error).__name__}: {error}")]
 
 

@@ -187,12 +187,15 @@ def _train(subject: MethodSubject, run: Run, data: _Slots, watch: _GradientCanar
 def _strange(subject: MethodSubject, count: int, random: np.random.Generator) -> list[Record]:
     """Half mislabelled records, half pure noise with a label (tokens at random where inputs are tokens)."""
     base = subject.records
+    seen = torch.stack([record.x for record in base]).flatten()
     made = []
     for i in range(count):
         one, other = base[int(random.integers(len(base)))], base[int(random.integers(len(base)))]
         x = one.x
         if i % 2 and x.is_floating_point():
             x = torch.from_numpy(random.normal(size=tuple(x.shape))).to(x) * 2
+        elif i % 2:
+            x = seen[torch.from_numpy(random.integers(len(seen), size=tuple(x.shape)))]
         made.append(Record(len(base) + i, x, other.y))
     return made
 
@@ -228,7 +231,7 @@ def _best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
         guesses = max(2, round(share * canaries))
         return one_run_epsilon(canaries, guesses, math.floor(right * guesses), delta, 1 - CONFIDENCE)
 
-    return max(2, round(max(_SHARES, key=shown) * canaries))
+    return max(2, round(max(_SHARES, key=lambda share: (shown(share), share)) * canaries))
 
 
 def _from_below(curve: Callable[[_Array], _Array]) -> Callable[[_Array], _Array]:

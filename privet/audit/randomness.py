@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import combinations
 
 import numpy as np
 from torch import Tensor
@@ -28,20 +29,16 @@ def check_noise(subject: Subject) -> list[Check]:
     steps = min(max(_DRAWS // max(size, 1), _STEPS.start), _STEPS.stop)
     raw = [_less(subject.step(subject.base, noise=True).sums, exact.sums) for _ in range(steps)]
     checks = [_spread(name, [noise[name] for noise in raw], exact.stds[name]) for name in exact.sums]
-    standard = [
-        np.concatenate([noise[name] / exact.stds[name] if exact.stds[name] else noise[name] for name in noise])
-        for noise in raw
-    ]
+    standard = [_standard(noise, exact.stds) for noise in raw]
     checks.append(_shape(np.concatenate(standard)))
     checks.append(_independence("noise of different steps", _pairs(standard[:24])))
     checks.append(_independence("noise within a sum", [_halves(noise[name]) for noise in raw for name in noise]))
     if len(exact.sums) > 1:
-        first, *others = ([noise[name] for noise in raw] for name in exact.sums)
-        pairs = [_cut(a, b) for other in others for a, b in zip(first, other, strict=True)]
-        checks.append(_independence("noise of different sums", [_joined(pairs)]))
+        pairs = [_joined([_cut(noise[a], noise[b]) for noise in raw]) for a, b in combinations(exact.sums, 2)]
+        checks.append(_independence("noise of different sums", pairs))
     for what, outcome in subject.restarts():
         again = _less(outcome.sums, exact.sums)
-        fresh = np.concatenate([again[n] / exact.stds[n] if exact.stds[n] else again[n] for n in again])
+        fresh = _standard(again, exact.stds)
         checks.append(_independence(f"noise {what}", [(noise, fresh) for noise in standard[:24]]))
     return checks
 
@@ -127,6 +124,11 @@ def _independence(name: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Chec
 
 def _less(noisy: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     return {name: (noisy[name].double() - exact[name].double()).numpy() for name in exact}
+
+
+def _standard(noise: Mapping[str, np.ndarray], stds: Mapping[str, float]) -> np.ndarray:
+    """Of all sums that are to have noise; where none is, of all."""
+    return np.concatenate([noise[n] / stds[n] for n in noise if stds[n]] or list(noise.values()))
 
 
 def _pairs(vectors: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

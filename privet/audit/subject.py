@@ -345,11 +345,14 @@ def _listening() -> Iterator[list[str]]:
             heard.append(f"log: {record.getMessage()}")
 
     ear, root, printed = Ear(), logging.getLogger(), io.StringIO()
+    level = root.level
     root.addHandler(ear)
+    root.setLevel(logging.DEBUG)
     try:
         with warnings.catch_warnings(record=True) as warned, redirect_stdout(printed), redirect_stderr(printed):
             warnings.simplefilter("always")
             yield heard
     finally:
+        root.setLevel(level)
         root.removeHandler(ear)
         heard += [f"warning: {w.message}" for w in warned] + printed.getvalue().splitlines()

@@ -1,7 +1,8 @@
 """The command `privet`. Each module of this folder that has a NAME is one subcommand, found by itself.
 
-Such a module defines `NAME`, `HELP`, `add_arguments(parser)` and `main(args) -> int`. It is imported only when its
-command is asked for (or the list of all), so heavy imports may stand inside of its functions.
+Such a module defines `NAME`, `HELP`, `add_arguments(parser)` and `main(args) -> int`. All are imported for the list of
+commands, so heavy imports (torch takes seconds) stand inside of its functions, which are called for the one command
+that was given.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import errno
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,6 +26,8 @@ examples:
   privet plan --records 60000 --batch 256 --epochs 60 --epsilon 3 --delta 1e-5
   privet budget runs/digits.ledger               what all runs on a data set have cost together
 """
+_IN_PYTHON = re.compile(r"\b(relation|noise_level)='(\w+)'")
+"""How errors of the library spell what is an option here."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PrivetError as error:
-        return _fail(str(error))
+        return _fail(_IN_PYTHON.sub(lambda said: f"--{said[1].replace('_', '-')} {said[2]}", str(error)))
     except BrokenPipeError:
         # Whoever read our output has left. What is still buffered must not fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,7 +78,8 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"privet {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in _modules(given):
+    wanted = next((word for word in given if not word.startswith("-")), None)
+    for module in _modules():
         command = commands.add_parser(
             module.NAME,
             help=module.HELP,
@@ -82,14 +87,13 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(command)
-        command.set_defaults(command=module.main)
+        if wanted == module.NAME:
+            module.add_arguments(command)
+            command.set_defaults(command=module.main)
     return parser
 
 
-def _modules(given: Sequence[str]) -> list[Any]:
-    """The module of the command that was given; all of them if it is none, or none was."""
+def _modules() -> list[Any]:
     names = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
-    wanted = [name for name in names if given and name == given[0]]
-    found = [import_module(f"{__name__}.{name}") for name in wanted or names]
-    return [module for module in found if hasattr(module, "NAME")] or (_modules([]) if wanted else [])
+    found = [import_module(f"{__name__}.{name}") for name in names]
+    return [module for module in found if hasattr(module, "NAME")]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
-from ..methods import METHODS
+from ..methods import METHODS, Method
 from ..training import TrainConfig
 
 Layer = dict[str, Any]
@@ -44,24 +44,45 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         title = f.metadata["group"]
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         if _is_word(_hints(TrainConfig)[f.name]):
-            methods = "; ".join(f"{name}: {METHODS[name].summary}" for name in sorted(METHODS))
-            about = f"{methods} " if f.name == "method" else ""
-            _add(group, f.name, _hints(TrainConfig)[f.name], about + _help(f), dest=f.name)
-    group = parser.add_argument_group("options of the method")
+            more = "".join(f"; {name}: {METHODS[name].summary}" for name in sorted(METHODS))
+            _add(group, f.name, _hints(TrainConfig)[f.name], _help(f, more if f.name == "method" else ""), dest=f.name)
+        elif f.name == "bounds":
+            group.add_argument(
+                flag(f.name), action="append", metavar="COLUMN=LOW:HIGH", default=argparse.SUPPRESS, help=_help(f)
+            )
     for name, owners in _method_options().items():
         hints = [_hints(METHODS[owner])[name] for owner in owners]
-        texts = [f"{_help(_field(METHODS[owner], name))} [{owner}]" for owner in owners]
-        if name not in _hints(TrainConfig) and all(map(_is_word, hints)):
-            _add(group, name, hints[0] if len(set(hints)) == 1 else str, "; ".join(texts), dest=f"method.{name}")
+        if name in _hints(TrainConfig) or not all(map(_is_word, hints)):
+            continue
+        title = f"options of --method {' or '.join(owners)}"
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        texts = {owner: _help(_field(METHODS[owner], name)) for owner in owners}
+        same = len(set(texts.values())) == 1
+        text = texts[owners[0]] if same else "; ".join(f"{owner}: {text}" for owner, text in texts.items())
+        _add(group, name, hints[0] if len(set(hints)) == 1 else str, text, dest=f"method.{name}")
 
 
 def from_command_line(args: argparse.Namespace) -> Layer:
     """The layer of what was given. Options of the method are texts still: `resolve` knows which method it is."""
-    given = vars(args)
+    given = dict(vars(args))
+    if "bounds" in given:
+        given["bounds"] = dict(map(_range, given["bounds"]))
     hints = _hints(TrainConfig)
     layer: Layer = {name: _parsed(flag(name), given[name], hints[name]) for name in hints if name in given}
     options = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("method.")}
     return layer | ({"method_options": options} if options else {})
+
+
+def _range(text: str) -> tuple[str, list[float]]:
+    """A column and its bounds, from COLUMN=LOW:HIGH."""
+    column, _, ends = text.rpartition("=")
+    try:
+        low, high = map(float, ends.split(":"))
+    except ValueError:
+        column = ""
+    if not column:
+        raise ConfigError(f"--bounds must be COLUMN=LOW:HIGH (age=0:100, say), and is {text!r}.")
+    return column, [low, high]
 
 
 def flag(name: str) -> str:
@@ -78,13 +99,13 @@ def _add(group: Any, name: str, hint: Any, help: str, *, dest: str) -> None:
     group.add_argument(flag(name), **options)
 
 
-def _help(f: Field[Any]) -> str:
+def _help(f: Field[Any], more: str = "") -> str:
     """The option's sentence and what holds if it is not given."""
     default = f.metadata.get("otherwise") or ("" if f.default in (None, False) else f.default)
     default = f"{default:g}" if isinstance(default, float) else str(default)
     if f.metadata.get("preset"):
         default = f"preset, else {default}" if default else "preset"
-    return f"{f.metadata.get('help', '')}{f' (default: {default})' if default else ''}"
+    return f"{f.metadata.get('help', '')}{more}{f' (default: {default})' if default else ''}"
 
 
 def _method_options() -> dict[str, list[str]]:
@@ -172,7 +193,7 @@ def _over(high: Layer, low: Layer) -> Layer:
     kept = {key: value for key, value in low.items() if key not in outdated}
     options = {
         key: {**kept.get(key, {}), **high.get(key, {})}
-        for key in ("method_options", "model_options")
+        for key in ("method_options", "model_options", "bounds")
         if key in kept or key in high
     }
     return kept | high | options
@@ -186,6 +207,16 @@ def _checked_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"Method '{method}' has no option '{name}' ({flag(name)}). It has: {', '.join(hints) or 'none'}."
             )
     return {name: _parsed(name, value, hints[name]) for name, value in options.items()}
+
+
+def method_from(name: str, given: Sequence[str]) -> Method:
+    """A method by its name and options written as NAME=VALUE."""
+    if name not in METHODS:
+        raise ConfigError(f"There is no method '{name}'. There are: {', '.join(sorted(METHODS))}.")
+    pairs = [text.partition("=") for text in given]
+    if wrong := next((key for key, sign, _ in pairs if not sign), None):
+        raise ConfigError(f"An option of the method is written NAME=VALUE, not {wrong!r}.")
+    return METHODS[name](**_checked_options(name, {key.replace("-", "_"): value for key, _, value in pairs}))
 
 
 # Types

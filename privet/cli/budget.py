@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
         }
         if budget is not None:
             at_budget = total.epsilon if delta == budget[1] else epsilon(spent, budget[1]).epsilon
-            result["remaining"] = max(0.0, budget[0] - at_budget)
+            result["remaining"] = budget[0] - at_budget  # below zero if the budget was lowered since
     print(to_json(result)) if args.json else _show(result)
     return 0
 
@@ -111,11 +111,12 @@ def _show(result: dict[str, Any]) -> None:
 
     print(f"Data set {result['dataset']}, ledger {result['ledger']}")
     if result["runs"]:
-        table = Table("started", "run", "method", "steps", "noise", "epsilon", "", box=None, header_style="bold")
+        table = Table("started (UTC)", "run", "method", "steps", "noise", "epsilon", "", box=None, header_style="bold")
         for run in result["runs"]:
             state = "" if run["finished"] else "unfinished"
             steps, noise, cost = str(run["steps"]), f"{run['noise_multiplier']:.4g}", f"{run['epsilon']:.4g}"
-            table.add_row(run["started"], run["run"][:8], run["note"], steps, noise, cost, state)
+            started = run["started"][:16].replace("T", " ")
+            table.add_row(started, run["run"][:8], run["note"], steps, noise, cost, state)
         Console().print(table)
     print(
         f"All together: epsilon {result['epsilon']:.4g} at delta {result['delta']:g} ({result['delta_from']}; "
@@ -124,5 +125,6 @@ def _show(result: dict[str, Any]) -> None:
     if result["budget"] is None:
         print("No budget is set: --epsilon and --delta set one.")
     else:
-        limit = result["budget"]
-        print(f"Budget: epsilon {limit['epsilon']:g} at delta {limit['delta']:g}, {result['remaining']:.4g} left.")
+        limit, left = result["budget"], result["remaining"]
+        state = f"{left:.4g} left" if left >= 0 else f"exceeded by {-left:.4g}"
+        print(f"Budget: epsilon {limit['epsilon']:g} at delta {limit['delta']:g}, {state}.")

@@ -12,9 +12,10 @@ examples:
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..planning import Budget, Plan, plan
+if TYPE_CHECKING:
+    from ..planning import Plan
 
 NAME = "plan"
 HELP = "noise for a budget, or budget for a noise, with the trade-off curve"
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from ..errors import ConfigError  # noqa: PLC0415
+    from ..planning import Budget, plan  # noqa: PLC0415
     from ..training import SAMPLING, default_delta, to_json  # noqa: PLC0415
 
     if args.records < 1:

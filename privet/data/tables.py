@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
 _MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 _CODE_BITS = 16
 _MOST_NUMERIC_CLASSES = 50
+_FEWEST_SUSPICIOUS_CLASSES = 20
+
+log = logging.getLogger("privet")
 
 Floats = NDArray[np.float64]
 
@@ -64,6 +68,7 @@ def load_table(
         raise ConfigError(f"{path} has a header and no rows.")
     y, labels = _classes(path, target, table)
     bounds = dict(bounds or {})
+    _warn_of_open_columns([name for name in features if name not in bounds and _numbers(features[name]) is not None])
     x = np.concatenate([_encoded(name, cells, bounds.pop(name, None)) for name, cells in features.items()], axis=1)
     if bounds:
         raise ConfigError(f"bounds names {', '.join(map(repr, bounds))}, not a column of {path} to learn from.")
@@ -96,15 +101,30 @@ def _classes(path: Path, target: str, table: _Table) -> tuple[NDArray[np.int64],
     else:  # 1 and 1.0 are one class, and 2 comes before 10
         values, y = np.unique(numbers, return_inverse=True)
         names = tuple(np.format_float_positional(value, trim="-") for value in values)
-        if len(names) > _MOST_NUMERIC_CLASSES:
-            raise ConfigError(
-                f"The target {target!r} takes {len(names)} different numbers, more than "
-                f"{_MOST_NUMERIC_CLASSES}: that is regression, and only classes can be predicted here. "
-                "Put the numbers into classes first."
-            )
+    if len(names) > max(_FEWEST_SUSPICIOUS_CLASSES, len(cells) / 2):
+        raise ConfigError(
+            f"The target {target!r} takes {len(names)} different values in {len(cells)} rows, nearly one for each row, "
+            "as an identifier or a measurement does. Name a column of classes, or put the values into classes first."
+        )
+    if numbers is not None and len(names) > _MOST_NUMERIC_CLASSES:
+        raise ConfigError(
+            f"The target {target!r} takes {len(names)} different numbers, more than {_MOST_NUMERIC_CLASSES}: that is "
+            "regression, and only classes can be predicted here. Put the numbers into classes first."
+        )
     if len(names) < 2:
         raise ConfigError(f"The target {target!r} is {names[0]!r} in every row; there is nothing to predict.")
     return y.astype(np.int64), names
+
+
+def _warn_of_open_columns(names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        log.warning(
+            "No public bounds are known for the numbers in %s%s, so a fixed function squeezes them, sign(x) log(1 + "
+            "|x|), which may cost accuracy: give bounds that do not come from the data, --bounds COLUMN=LOW:HIGH.",
+            ", ".join(map(repr, names[:5])),
+            more,
+        )
 
 
 def _encoded(name: str, cells: list[str], bounds: tuple[float, float] | None) -> NDArray[np.float32]:

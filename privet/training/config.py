@@ -40,7 +40,11 @@ class TrainConfig:
     data_dir: str | None = _option(None, _DATA, "folder with the files of the data set", resume=True)
     target: str | None = _option(None, _DATA, "column of the file that is to be predicted")
     test_fraction: float = _option(0.2, _DATA, "part of a file's rows that is held out")
-    bounds: Mapping[str, Sequence[float]] | None = _option(None, _DATA, "public [low, high] of a file's columns")
+    bounds: Mapping[str, Sequence[float]] | None = _option(
+        None,
+        _DATA,
+        "public bounds of a file's column of numbers, which scale it; once for each column (in TOML: a table [bounds])",
+    )
     validation: float | None = _option(
         None, _DATA, "measure on this part of the training records, held out of training, and not on the test set"
     )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
@@ -365,6 +366,11 @@ def _model(config: TrainConfig, data: Data) -> nn.Module:
     """The network, laid out for speed, and tried on made-up records."""
     options = dict(config.model_options)
     model = build(config.model, input_shape=data.input_shape, classes=data.classes, seed=config.seed, **options)
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ConfigError(
+            f"Model {config.model!r} has layers that do not know their size yet (nn.Lazy…). Give them their sizes: the "
+            "factory may take input_shape and classes."
+        )
     if len(data.input_shape) == 3:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with torch.no_grad():
