@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from privet import Refused
-from privet.gradients import PerRecord, Recorder
+from privet.gradients import PerRecord, Recorder, conv
 
 seeds = st.integers(0, 2**16)
 
@@ -134,9 +135,14 @@ def test_convolutions(drawn: tuple[int, dict[str, Any], tuple[int, ...], int], c
         (lambda: nn.Conv2d(40, 48, 1), (3, 40, 2, 2)),
         # large maps, and as many groups as channels
         (lambda: nn.Conv2d(3, 4, 5, padding=2), (2, 3, 24, 24)),
+        (lambda: nn.Conv2d(2, 3, 3, dilation=(3, 2)), (2, 2, 15, 16)),
         (lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16), (3, 16, 9, 9)),
         (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=8, bias=False), (3, 8, 7, 7)),
         (lambda: nn.Conv1d(4, 4, 64, stride=16), (2, 4, 600)),
+        # small patches
+        (lambda: nn.Conv2d(1, 16, 8, stride=2, padding=2), (3, 1, 28, 28)),
+        (lambda: nn.Conv2d(4, 4, 4, stride=2, padding=1, groups=4), (3, 4, 19, 18)),
+        (lambda: nn.Conv3d(1, 2, (2, 3, 2), stride=(1, 2, 1), padding=1), (2, 1, 5, 9, 6)),
     ],
 )
 def test_convolutions_by_either_way(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
@@ -144,6 +150,46 @@ def test_convolutions_by_either_way(make: Callable[[], nn.Module], shape: tuple[
     if len(shape) == 4:
         agree(built(make).to(memory_format=torch.channels_last), rand(*shape).to(memory_format=torch.channels_last))
     agree(built(make).float(), rand(*shape).float(), rtol=2e-4, atol=2e-5)
+
+
+@settings(max_examples=80)
+@given(
+    stride=st.integers(1, 3), strips=st.integers(1, 2), columns=st.integers(1, 5), channels=st.integers(1, 3),
+    depthwise=st.booleans(), padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    beyond=st.tuples(st.integers(0, 4), st.integers(1, 9)), records=st.integers(1, 7), block=st.integers(1, 3),
+    worth_strips=st.sampled_from([1, 1000]), single=st.booleans(), channels_last=st.booleans(), seed=seeds,
+)  # fmt: skip
+def test_small_patches_are_copied_row_by_row(
+    stride: int, strips: int, columns: int, channels: int, depthwise: bool, padding: tuple[int, int],
+    beyond: tuple[int, int], records: int, block: int, worth_strips: int, single: bool, channels_last: bool, seed: int,
+) -> None:  # fmt: skip
+    """Whole patches and strips of them, in blocks of a few records; a line has more positions than the kernel rows."""
+    rows, groups = stride * strips, channels if depthwise else 1
+    height = max(1, rows - 2 * padding[0]) + beyond[0]
+    width = max(1, (rows + beyond[1]) * stride + columns - 1 - 2 * padding[1])
+    model = built(lambda: nn.Conv2d(channels, 2 * groups, (rows, columns), stride, padding, groups=groups), seed)
+    x = rand(records, channels, height, width, seed=seed)
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    copied: list[tuple[bool, int]] = []
+
+    class Watched(conv._Unrolling):
+        def copy(self, view: Tensor, into: Tensor) -> None:
+            copied.append((self.row_by_row, len(view)))
+            super().copy(view, into)
+
+    numbers = math.prod(model(x).shape[2:]) * rows * columns * channels
+    with (
+        mock.patch.multiple(conv, _Unrolling=Watched, _SMALL_PATCH=10**6, _WORTH_STRIPS=worth_strips),
+        mock.patch.object(conv, "_BLOCK", block * numbers),
+        mock.patch.object(conv, "_ghost_is_cheaper", return_value=False),
+    ):
+        if single:
+            agree(model.float(), x.float(), rtol=2e-4, atol=2e-5)
+        else:
+            agree(model, x)
+    assert all(by_row for by_row, _ in copied)
+    assert sum(count for _, count in copied) == records
 
 
 @given(

@@ -12,6 +12,7 @@ With P_t the patch of the (padded) input under output position t, ∇W = Σ_t δ
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import cast
@@ -25,8 +26,11 @@ from .per_record import SLICE, Dense, PerRecord, row_squares, rule_for, scratch,
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
-_BLOCK = 2**19
-"""How many numbers of patches are copied out at a time: few enough to stay in a core's own cache."""
+_BLOCK = 2**18
+"""How many numbers of patches each thread copies out at a time: few enough to stay in a core's own cache."""
+
+_SMALL_PATCH = 64
+"""Up to how many numbers of a patch it is faster to copy a kernel row of all patches at a time (measured)."""
 
 _WORTH_STRIPS = 64
 """From how many output positions on fewer copies are worth more matrix products (measured)."""
@@ -66,8 +70,8 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
     records, channels_out = delta.shape[:2]
     groups = layer.groups
     plan = _Unrolling(layer, list(delta.shape[2:]))
-    block = max(1, min(records, _BLOCK // (groups * math.prod(plan.grid) * plan.width)))
-    block = min(records, -(-block // torch.get_num_threads()) * torch.get_num_threads())
+    each = max(1, _BLOCK // (groups * math.prod(plan.grid) * plan.width))
+    block = min(records, each * torch.get_num_threads())
 
     frame, inside = _frame(z, padding, block)
     views = plan.patches(z.movedim(1, -1) if frame is None else frame)
@@ -85,26 +89,24 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
             inside[:count].copy_(z[start : start + count].movedim(1, -1))
             view = views[:count]
         patch = patches[: count * groups]
-        patch.view(view.shape).copy_(view)
+        plan.copy(view, patch.view(view.shape))
         which = slice(start * groups, (start + count) * groups)
         for part, first in enumerate(plan.starts):
-            out = rows[part, which]
-            torch.bmm(delta[which], patch[:, first : first + plan.positions], out=out)
-            flat = out.view(count, -1)  # its norm is taken while it lies in the cache
-            if size <= SLICE:
-                torch.linalg.vector_norm(flat, dim=1, out=norms[part, start : start + count])
-            else:
-                squares[start : start + count] += row_squares(flat)
+            torch.bmm(delta[which], patch[:, first : first + plan.positions], out=rows[part, which])
+        found = rows[:, which].view(plan.parts, count, -1)  # its norms are taken while it lies in the cache
+        if size <= SLICE:
+            torch.linalg.vector_norm(found, dim=2, out=norms[:, start : start + count])
+        else:
+            squares[start : start + count] = torch.stack([row_squares(part) for part in found]).sum(0)
     if size <= SLICE:
         squares = squares_of(norms, size).sum(0)
 
     def shaped(rows: Tensor) -> Tensor:
         """(parts, …, size) to (…, channels out, channels in of a group, *kernel)."""
-        rows = rows.view(*rows.shape[:-1], channels_out, *plan.unrolled, plan.channels_in)
-        rows = rows.movedim(-1, -1 - len(plan.unrolled))
-        if plan.by_rows:  # a row of the kernel is the part it lies in and its place there
-            return rows.movedim(0, -3).flatten(-3, -2)
-        return rows[0]
+        axes = len(plan.unrolled)
+        rows = rows.view(*rows.shape[:-1], channels_out, *plan.unrolled, plan.channels_in).movedim(-1, -1 - axes)
+        # a row of the kernel is the part that it lies in and its place there
+        return rows.movedim(0, -1 - axes).flatten(-1 - axes, -axes)
 
     return Dense(rows.view(plan.parts, records, -1), shaped, squares)
 
@@ -122,24 +124,38 @@ class _Unrolling:
         self.groups, self.channels_in = layer.groups, layer.in_channels // layer.groups
         step, rows_apart = self.stride[0], self.dilation[0]
         strips = len(kernel) == 2 and (step == 1 or (rows_apart == 1 and kernel[0] % step == 0))
-        self.by_rows = strips and math.prod(space_out) >= _WORTH_STRIPS
-        self.parts = kernel[0] // step if self.by_rows else 1
-        self.unrolled = (step, kernel[1]) if self.by_rows else kernel
-        self.grid = [space_out[0] + (self.parts - 1) * rows_apart, space_out[1]] if self.by_rows else space_out
+        height = step if strips and math.prod(space_out) >= _WORTH_STRIPS else kernel[0]
+        self.parts = kernel[0] // height
+        self.unrolled = (height, *kernel[1:])
+        self.grid = [space_out[0] + (self.parts - 1) * rows_apart, *space_out[1:]]
         self.positions = math.prod(space_out)
         self.width = math.prod(self.unrolled) * self.channels_in
-        self.starts = [part * rows_apart * space_out[-1] for part in range(self.parts)]
+        small = math.prod(self.unrolled[-2:]) * self.channels_in <= _SMALL_PATCH
+        self.row_by_row = len(kernel) > 1 and small and self.unrolled[-2] < self.grid[-1]
+        self.starts = [part * rows_apart * math.prod(space_out[1:]) for part in range(self.parts)]
 
     def patches(self, image: Tensor) -> Tensor:
         """A view of (records, *space, channels) as (records, groups, *grid, *unrolled, channels of a group)."""
         outer, *along, _ = image.stride()
         taps = [step * n for step, n in zip(self.dilation, along, strict=True)]
-        if self.by_rows:
-            taps[0] = along[0]
         return image.as_strided(
             (len(image), self.groups, *self.grid, *self.unrolled, self.channels_in),
             (outer, self.channels_in, *[s * n for s, n in zip(self.stride, along, strict=True)], *taps, 1),
         )
+
+    def copy(self, view: Tensor, into: Tensor) -> None:
+        """Copies such a view.
+
+        PyTorch copies along the two innermost axes and starts anew for every other index, which costs more than a few
+        short runs do. In a patch these axes are a run and the rows of the kernel; with one kernel row of all patches
+        at a time, they are a run and a line of output positions.
+        """
+        if not self.row_by_row:
+            into.copy_(view)
+            return
+        everything = (slice(None),) * (2 + len(self.grid))
+        for row in itertools.product(*map(range, self.unrolled[:-1])):
+            into[everything + row].copy_(view[everything + row])
 
 
 def _frame(z: Tensor, padding: list[tuple[int, int]], block: int) -> tuple[Tensor | None, Tensor | None]:
