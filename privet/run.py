@@ -18,7 +18,7 @@ import psutil
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 from torch.utils.hooks import RemovableHandle
 
 from . import checkpoint
@@ -71,6 +71,8 @@ class Run:
         physical_batch: how many records go through the model at once; by default what fits in memory.
         loader_options: for torch's `DataLoader`: collate_fn, num_workers, pin_memory, …
         post: post-processors of the noisy sum, in order.
+        public: records that need no protection, in the form of the data set's. Methods that learn from such
+            (thresholds, statistics of BatchNorm) go through them at the start of each epoch, through the same loop.
         check: whether the user's losses are tried on made-up records before the first step (`privet.probe`).
 
     Formal guarantee: all that this run releases through `p.grad`, in all its steps together, is
@@ -95,6 +97,7 @@ class Run:
         physical_batch: int | Literal["auto"] = "auto",
         loader_options: Mapping[str, Any] | None = None,
         post: Sequence[PostProcess] = (),
+        public: Dataset[Any] | None = None,
         check: bool = True,
         run_id: str | None = None,
     ) -> None:
@@ -123,7 +126,15 @@ class Run:
             post=tuple(post),
         )
         self._items = [dataset[i] for i in range(min(4, self.size))] if check else []
-        setting = Setting(batch=sampling.batch, noise_multiplier=self._rules.noise_multiplier, relation=relation)
+        self.public = public
+        if public is not None:
+            refuse_overlap(dataset, public)
+        setting = Setting(
+            batch=sampling.batch,
+            noise_multiplier=self._rules.noise_multiplier,
+            relation=relation,
+            public=public is not None,
+        )
         self._ledger, self._own_ledger = _open(ledger)
         with ExitStack() as undo:  # a run that cannot begin leaves the model and the ledger as they were
             undo.callback(self._close_ledger)
@@ -288,10 +299,36 @@ class Run:
     def _step(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Step:
         for parameter in self.model.parameters():
             parameter.grad = None
+        epoch, place = divmod(self.steps_done, self.sampling.steps_per_epoch(self.records))
+        if place == 0:
+            self.session.begin_epoch(epoch)
+        public = (
+            self._public_batches() if place == 0 and self.public is not None and self.session.wants_public() else None
+        )
         self._pending = Step(
-            self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe()
+            self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe(), public
         )
         return self._pending
+
+    def _public_batches(self) -> Iterator[tuple[Any, int]]:
+        """All public records, in batches like those of the private ones; a last one of other size is left out."""
+        assert self.public is not None
+        size = min(self.sampling.batch, self._physical or _UNMEASURED, _length(self.public))
+        loader = DataLoader(self.public, batch_size=size, drop_last=True, **self._options)
+        return ((batch, size) for batch in loader)
+
+    def refresh(self) -> Iterator[Any]:
+        """Batches of public records to run the model on before it is released, for statistics of its last weights.
+
+        for x, y in run.refresh():
+            model(x)
+        """
+        if self.public is None:
+            raise ConfigError("There are no public records to go through: make the Run with public=….")
+        with self.session.learning():
+            for batch, _ in self._public_batches():
+                yield batch
+        self.session.learned()
 
     def _chunks(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Iterator[tuple[Any, Chunk]]:
         """The chunks of the next sample, with a note of what the model's buffers were before it."""
@@ -495,6 +532,29 @@ def _collate(items: list[Any]) -> Any:
             f"The records of a sample cannot be put into one batch: {error}. Give a function that can, for example by "
             'padding them to one length: loader_options={"collate_fn": …}.'
         ) from error
+
+
+def refuse_overlap(private: Dataset[Any], public: Dataset[Any]) -> None:
+    """Refuses public records that are private ones: by identity, as far as it can be seen without reading them."""
+    (private, inside), (public, outside) = _unwrapped(private), _unwrapped(public)
+    same = private is public
+    if isinstance(private, TensorDataset) and isinstance(public, TensorDataset):
+        same = same or any(a.data_ptr() == b.data_ptr() for a in private.tensors for b in public.tensors)
+    if same and (inside is None or outside is None or not inside.isdisjoint(outside)):
+        raise ConfigError(
+            "The public records overlap with the private ones: some of them are the same items of the same data set. "
+            "Give records of their own, or two torch.utils.data.Subset without a common index."
+        )
+
+
+def _unwrapped(dataset: Dataset[Any]) -> tuple[Dataset[Any], set[int] | None]:
+    """The data set below any `Subset`, and which of its items are meant (None: all)."""
+    indices: list[int] | None = None
+    while isinstance(dataset, Subset):
+        here = list(dataset.indices)
+        indices = here if indices is None else [here[i] for i in indices]
+        dataset = dataset.dataset
+    return dataset, None if indices is None else set(indices)
 
 
 def _open(ledger: Ledger | str | Path | None) -> tuple[Ledger, bool]:

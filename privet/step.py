@@ -12,7 +12,8 @@ too early changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +68,10 @@ class Step:
         rules: Rules,
         record: Callable[[], None],
         probe: Probe | None = None,
+        public: Iterable[tuple[Any, int]] | None = None,
     ) -> None:
         self._chunks, self._session, self._source = chunks, session, source
-        self._rules, self._record, self._probe = rules, record, probe
+        self._rules, self._record, self._probe, self._public = rules, record, probe, public
         self._waiting: tuple[int, Callable[[Tensor], None]] | None = None
         self._begun = False
         self.open = False
@@ -82,19 +84,29 @@ class Step:
         self._begun = True
         if self._probe is not None:
             for batch, size in self._probe.batches():
-                yield from self._ask(batch, size, self._probe.take)
+                yield from self._ask(batch, size, self._probe.take, self._session.listening)
+        if self._public is not None:
+            for batch, size in self._public:
+                yield from self._ask(batch, size, self._session.learn, self._session.learning)
+            self._session.learned()
         self._session.begin()
         for batch, chunk in self._chunks:  # sample
-            yield from self._ask(batch, chunk.size, self._session.add)  # bound
+            yield from self._ask(batch, chunk.size, self._session.add, self._session.listening)  # bound
             if chunk.last_of_unit:
                 self._session.end_unit()
         self._release()
 
-    def _ask(self, batch: Any, size: int, take: Callable[[Tensor], None]) -> Iterator[Any]:
+    def _ask(
+        self,
+        batch: Any,
+        size: int,
+        take: Callable[[Tensor], None],
+        watching: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[Any]:
         self._waiting = (size, take)
         self.open = True
         try:
-            with self._session.listening():
+            with watching():
                 yield batch
         finally:
             self.open = False
@@ -122,6 +134,8 @@ class Step:
             for q, std in zip(queries, stds, strict=True)
         }
         self._session.observe({q.name: noisy[q.name] for q in queries if q.group is None})
+        for query in queries:
+            unscale(query, noisy[query.name])
         self._post_process(queries, stds, noisy)
         for query in queries:  # hand over
             if query.group is not None:
@@ -132,7 +146,12 @@ class Step:
         if not self._rules.post:
             return
         parts = {q.name: q.group.split(noisy[q.name]) for q in queries if q.group is not None}
-        of_parameter = {n: s for q, s in zip(queries, stds, strict=True) if q.group for n in q.group.parameters}
+        of_parameter = {
+            name: std / (query.scales[name] if query.scales else 1)
+            for query, std in zip(queries, stds, strict=True)
+            if query.group
+            for name in query.group.parameters
+        }
         gradients = {name: part for group in parts.values() for name, part in group.items()}
         release = Release(dict(gradients), of_parameter, self._rules.batch)
         for process in self._rules.post:
@@ -167,6 +186,13 @@ def noise_stds(queries: Sequence[Query], rules: Rules, source: Source) -> list[f
     else:
         assert math.isclose(effective_multiplier(deltas, stds), rules.noise_multiplier, rel_tol=1e-9)
     return stds
+
+
+def unscale(query: Query, noisy: Tensor) -> None:
+    """Undoes the factors that a method put on the parts of its sum."""
+    if query.group is not None and query.scales is not None:
+        for name, part in query.group.split(noisy).items():
+            part.div_(query.scales[name])
 
 
 def hand_over(query: Query, noisy: Tensor, batch: int) -> None:

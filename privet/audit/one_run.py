@@ -236,7 +236,8 @@ def _best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
 
 def _from_below(curve: Callable[[_Array], _Array]) -> Callable[[_Array], _Array]:
     """A trade-off curve as a step function that is never above it, as it falls."""
-    grid = np.concatenate([np.geomspace(1e-9, 0.1, 400), np.linspace(0.1, 1, 400)[1:]])
+    ends = np.geomspace(1e-9, 0.1, 400)  # fine at both: a rare outcome is one near 1
+    grid = np.concatenate([ends, np.linspace(0.1, 0.9, 400)[1:-1], 1 - ends[::-1], [1.0]])
     values = curve(grid)
 
     def below(alphas: _Array) -> _Array:

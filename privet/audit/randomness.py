@@ -36,10 +36,12 @@ def check_noise(subject: Subject) -> list[Check]:
     if len(exact.sums) > 1:
         pairs = [_joined([_cut(noise[a], noise[b]) for noise in raw]) for a, b in combinations(exact.sums, 2)]
         checks.append(_independence("noise of different sums", pairs))
+    met = standard[:24]
     for what, outcome in subject.restarts():
         again = _less(outcome.sums, exact.sums)
         fresh = _standard(again, exact.stds)
-        checks.append(_independence(f"noise {what}", [(noise, fresh) for noise in standard[:24]]))
+        checks.append(_independence(f"noise {what}", [(noise, fresh) for noise in met]))
+        met.append(fresh)
     return checks
 
 

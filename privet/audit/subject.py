@@ -262,12 +262,12 @@ class MethodSubject(Subject):
                 run.save(checkpoint)
                 desk.begin("noise")
                 yield "of two runs", self._release(pool, run, desk, self.base)
-            for _ in range(2):
+            for where in ("after resuming from a checkpoint", "after resuming from it again"):
                 pool, run, desk = self._fresh()
                 with run:
                     run.load(checkpoint)
                     desk.begin("noise")
-                    yield "after resuming from a checkpoint", self._release(pool, run, desk, self.base)
+                    yield where, self._release(pool, run, desk, self.base)
 
     def _take(self, pool: _Pool, run: Run, desk: Desk, sample: Sequence[Record]) -> list[Query]:
         """One real step of the run on this sample; gives the sums that it released, as the method declared them."""

@@ -3,15 +3,20 @@
 Give two of: --epsilon, --noise, and a length (--steps or --epochs); the third is found. The trade-off curve says what
 an attacker can do at best who wants to know whether one given record was used.
 
+Papers often report the central-limit estimate of Gaussian differential privacy. It stands beside epsilon to be
+compared with theirs, and is no guarantee: it may be too low or too high.
+
 examples:
   privet plan --records 60000 --batch 256 --epochs 60 --epsilon 2 --delta 1e-5     how much noise?
   privet plan --records 60000 --batch 256 --steps 14062 --noise 1.1 --delta 1e-5   what does it cost?
   privet plan --records 60000 --batch 256 --epsilon 2 --noise 1.1 --delta 1e-5     for how long?
+  privet plan --records 54000 --batch 64 --epochs 50 --noise 2.5 --layers 8        layers clipped apart?
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = parser.add_argument_group("budget (two of the first three)")
     budget.add_argument("--epsilon", type=float, metavar="E")
     budget.add_argument("--noise", type=float, metavar="S", help="noise multiplier")
+    budget.add_argument(
+        "--layers",
+        type=int,
+        default=1,
+        metavar="L",
+        help="layers that are clipped apart with noise S times the sensitivity of each, which is S/sqrt(L) in all",
+    )
     budget.add_argument("--steps", type=int, metavar="N")
     budget.add_argument("--epochs", type=float, metavar="N", help="in place of steps")
     budget.add_argument("--delta", type=float, metavar="D", help="default: a power of ten at most 1/(10 records)")
@@ -59,18 +71,25 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"records must be at least 1, and is {args.records}.")
     if args.trade_off < 2:
         raise ConfigError(f"trade-off must be at least 2 points, and is {args.trade_off}.")
+    if args.layers < 1:
+        raise ConfigError(f"layers must be at least 1, and is {args.layers}.")
+    layers = math.sqrt(args.layers)
+    noise = None if args.noise is None else args.noise / layers
     delta = default_delta(args.records) if args.delta is None else args.delta
-    budget = Budget(delta=delta, epsilon=args.epsilon, noise=args.noise, epochs=args.epochs, steps=args.steps)
+    budget = Budget(delta=delta, epsilon=args.epsilon, noise=noise, epochs=args.epochs, steps=args.steps)
     sampling = SAMPLING[args.sampling](batch=args.batch)
     found = plan(budget, sampling, records=args.records, relation=args.relation, discrete=args.noise_level == "exact")
     result = {
         "epsilon": found.epsilon,
         "delta": found.delta,
         "noise": found.mechanism.noise_multiplier,
+        "layers": args.layers,
+        "noise_per_layer": found.mechanism.noise_multiplier * layers,
         "steps": found.steps,
         "epochs": found.steps / sampling.steps_per_epoch(args.records),
         "compositions": found.units,
         "accountant": found.accountant,
+        "estimate": _estimate(found),
         "records": args.records,
         "batch": args.batch,
         "sampling": args.sampling,
@@ -85,6 +104,22 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _estimate(found: Plan) -> dict[str, float | str] | None:
+    """The central-limit estimate, and how far it is from the epsilon that was found; None where there is none."""
+    from ..accounting import gdp_clt_estimate, gdp_clt_mu  # noqa: PLC0415
+
+    unit = found.mechanism
+    if unit.kind == "gaussian" or (unit.kind == "poisson" and unit.relation == "replace_one"):
+        return None
+    mu, epsilon = gdp_clt_mu(unit, found.units), gdp_clt_estimate(unit, found.units, found.delta)
+    note = "central-limit estimate, no guarantee"
+    if 0 < found.epsilon < math.inf:
+        other = "the exact one" if found.guarantee.tight else f"the bound, which is loose ({found.accountant})"
+        off = epsilon / found.epsilon
+        note += f": {1 - off:.1%} below {other}" if off <= 1 else f": {off:.4g} times {other}"
+    return {"mu": mu, "epsilon": epsilon, "note": note}
+
+
 def _trade_off(found: Plan, points: int) -> list[dict[str, float]]:
     """Points of the curve: false alarms alpha, and the least share beta of members that is then missed."""
     from ..accounting import trade_off  # noqa: PLC0415
@@ -95,9 +130,14 @@ def _trade_off(found: Plan, points: int) -> list[dict[str, float]]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    rows = {
-        "epsilon": f"{result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']})",
-        "noise": f"{result['noise']:.4g} times the sensitivity ({result['noise_level']})",
+    noise = f"{result['noise']:.4g} times the sensitivity ({result['noise_level']})"
+    if result["layers"] > 1:
+        noise += f": {result['noise_per_layer']:.4g} times that of each of {result['layers']} layers"
+    rows = {"epsilon": f"{result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']})"}
+    if estimate := result["estimate"]:
+        rows["estimate"] = f"{estimate['epsilon']:.4g}, mu {estimate['mu']:.4g} ({estimate['note']})"
+    rows |= {
+        "noise": noise,
         "length": f"{result['steps']} steps, {result['epochs']:.4g} epochs",
         "sampling": f"{result['sampling']}, batches of {result['batch']} out of {result['records']} records",
         "relation": result["relation"],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -68,6 +68,8 @@ class Query:
     """Its noise, where the method fixes it; otherwise the step allocates it."""
     group: ParameterGroup | None = None
     """The parameters whose gradient this is; None for a side query, whose noisy value goes to `Session.observe`."""
+    scales: Mapping[str, float] | None = None
+    """By what each parameter's gradient was multiplied in the sum: it is divided by it again after the noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class Setting:
     batch: int
     noise_multiplier: float
     relation: Relation
+    public: bool = False
+    """Whether there are public records to learn from (`Session.learn`)."""
 
 
 class ParameterGroup:
@@ -160,6 +164,23 @@ class Session(ABC):
 
     def observe(self, noisy: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Noisy values of this step's side queries, free to use."""
+
+    def begin_epoch(self, number: int) -> None:  # noqa: B027
+        """The first step of this epoch is next."""
+
+    def wants_public(self) -> bool:
+        """Whether public records should be gone through before the next epoch."""
+        return False
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Active while the user's forward passes over public records run."""
+        return nullcontext()
+
+    def learn(self, losses: Tensor) -> None:  # noqa: B027
+        """Takes the losses of a batch of public records."""
+
+    def learned(self) -> None:  # noqa: B027
+        """All public records were gone through."""
 
     def reaches_others(self, losses: Tensor, record: int) -> str | None:
         """Where the loss of this (made-up) record depends on another record, if it does."""

@@ -98,7 +98,7 @@ def no_root_of_groups(patch: Patch) -> None:
 
 
 def no_clip(patch: Patch) -> None:
-    patch.setattr(PerExample, "factors", lambda self, squares, clip: torch.ones_like(squares))
+    patch.setattr(PerExample, "weights", lambda self, squares, clip: torch.ones_like(squares))
 
 
 def clip_after_the_sum(patch: Patch) -> None:
@@ -115,8 +115,8 @@ def clip_after_the_sum(patch: Patch) -> None:
 
 
 def clip_at_twice(patch: Patch) -> None:
-    factors = PerExample.factors
-    patch.setattr(PerExample, "factors", lambda self, squares, clip: factors(self, squares, 2 * clip))
+    weights = PerExample.weights
+    patch.setattr(PerExample, "weights", lambda self, squares, clip: weights(self, squares, 2 * clip))
 
 
 def half_the_sensitivity(patch: Patch) -> None:
