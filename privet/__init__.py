@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .ledger import Ledger
     from .methods import Method, method
     from .methods.batch import Batch
+    from .methods.layerwise import Layerwise
     from .methods.per_example import PerExample
     from .planning import Budget, Plan, plan
     from .run import Run
@@ -27,6 +28,7 @@ _HOMES = {
     "Method": ".methods",
     "method": ".methods",
     "Batch": ".methods.batch",
+    "Layerwise": ".methods.layerwise",
     "PerExample": ".methods.per_example",
     "Budget": ".planning",
     "Plan": ".planning",
@@ -49,6 +51,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "FixedSize",
+    "Layerwise",
     "Ledger",
     "LedgerError",
     "Method",

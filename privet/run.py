@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -71,6 +70,8 @@ class Run:
         physical_batch: how many records go through the model at once; by default what fits in memory.
         loader_options: for torch's `DataLoader`: collate_fn, num_workers, pin_memory, …
         post: post-processors of the noisy sum, in order.
+        users: whose record each one is, one id for each: then whole users are sampled and protected, `records` and
+            the batch count users, and the method must take users for groups (`Batch(record_groups="user")`).
         public: records that need no protection, in the form of the data set's. Methods that learn from such
             (thresholds, statistics of BatchNorm) go through them at the start of each epoch, through the same loop.
         check: whether the user's losses are tried on made-up records before the first step (`privet.probe`).
@@ -97,11 +98,15 @@ class Run:
         physical_batch: int | Literal["auto"] = "auto",
         loader_options: Mapping[str, Any] | None = None,
         post: Sequence[PostProcess] = (),
+        users: Sequence[Hashable] | None = None,
         public: Dataset[Any] | None = None,
         check: bool = True,
         run_id: str | None = None,
     ) -> None:
-        self.size = _length(dataset)
+        self._users = None if users is None else _records_of(users, _length(dataset))
+        self.size = _length(dataset) if self._users is None else len(self._users)
+        if self._users is not None:
+            unit = "user" if unit == "record" else unit
         if records is not None and records < 1:
             raise ConfigError(f"records must be at least 1, and is {records!r}.")
         self.records, self.records_stated = records or self.size, records is not None
@@ -125,7 +130,7 @@ class Run:
             allocation=method.allocation,
             post=tuple(post),
         )
-        self._items = [dataset[i] for i in range(min(4, self.size))] if check else []
+        self._items = [dataset[i] for i in range(min(4, _length(dataset)))] if check else []
         self.public = public
         if public is not None:
             refuse_overlap(dataset, public)
@@ -133,6 +138,7 @@ class Run:
             batch=sampling.batch,
             noise_multiplier=self._rules.noise_multiplier,
             relation=relation,
+            unit="record" if self._users is None else "user",
             public=public is not None,
         )
         self._ledger, self._own_ledger = _open(ledger)
@@ -342,8 +348,14 @@ class Run:
     def _load(self, samples: Iterable[Sample]) -> Iterator[Iterator[tuple[Any, Chunk]]]:
         """The chunks of each sample, through the user's own collate function and workers. Starts when first asked."""
         self._end_probe()
-        sampler = ChunkSampler(samples, self._physical, cut=partial(self.session.cut, source=self.source))
+        sampler = ChunkSampler(samples, self._physical, cut=self._cut)
         yield from steps(iter(DataLoader(self.dataset, batch_sampler=sampler, **self._options)), sampler)
+
+    def _cut(self, sample: Sample) -> list[Sample]:
+        """The sample in units that are never mixed in one forward pass: the method's, or one for each user."""
+        if self._users is None:
+            return self.session.cut(sample, self.source)
+        return [self._users[user] for user in sample for _ in range(self.session.passes)]
 
     def _new_probe(self) -> Probe | None:
         """A check on made-up records is due before the first step, and whenever a layer's mode has changed since."""
@@ -408,6 +420,7 @@ class Run:
             "sampling": {"rule": type(self.sampling).__name__, **asdict(self.sampling)},
             "records": self.records,
             "records_are_public": "stated by the user" if self.records_stated else "taken from the data",
+            "public_records": None if self.public is None else _length(self.public),
             "groups": self._groups(),
             "noise_multiplier": self.noise_multiplier,
             "noise_level": self.source.level,
@@ -534,6 +547,16 @@ def _collate(items: list[Any]) -> Any:
         ) from error
 
 
+def _records_of(users: Sequence[Hashable], size: int) -> list[Sample]:
+    """The positions of each user's records, users in order of their first record."""
+    if len(users) != size:
+        raise ConfigError(f"There are {size} records and {len(users)} users: give one id for each record.")
+    found: dict[Hashable, list[int]] = {}
+    for position, user in enumerate(users):
+        found.setdefault(user, []).append(position)
+    return [np.array(positions, dtype=np.int64) for positions in found.values()]
+
+
 def refuse_overlap(private: Dataset[Any], public: Dataset[Any]) -> None:
     """Refuses public records that are private ones: by identity, as far as it can be seen without reading them."""
     (private, inside), (public, outside) = _unwrapped(private), _unwrapped(public)
@@ -579,6 +602,8 @@ def _not_covered(run: Run) -> list[str]:
     ]
     if not run.records_stated:
         gaps.append("The number of records: it was taken from the data and counts as public.")
+    if run.public is not None:
+        gaps.append("The public records that the method learned from: they are not protected at all.")
     if run.plan.delta * run.records >= 1:
         gaps.append(
             f"Much: delta {run.plan.delta:g} is not below 1/records ({1 / run.records:.2g}), so the guarantee would "

@@ -143,16 +143,15 @@ class Step:
         self.released = True
 
     def _post_process(self, queries: list[Query], stds: list[float], noisy: dict[str, Tensor]) -> None:
-        if not self._rules.post:
+        if not self._rules.post and type(self._session).post_process is Session.post_process:
             return
-        parts = {q.name: q.group.split(noisy[q.name]) for q in queries if q.group is not None}
-        of_parameter = {
-            name: std / (query.scales[name] if query.scales else 1)
-            for query, std in zip(queries, stds, strict=True)
-            if query.group
-            for name in query.group.parameters
-        }
-        gradients = {name: part for group in parts.values() for name, part in group.items()}
+        gradients: dict[str, Tensor] = {}
+        of_parameter: dict[str, float] = {}
+        for query, std in zip(queries, stds, strict=True):
+            if query.group is not None:
+                gradients |= query.group.split(noisy[query.name])
+                of_parameter |= {n: std / (query.scales[n] if query.scales else 1) for n in query.group.parameters}
+        self._session.post_process(gradients, of_parameter)
         release = Release(dict(gradients), of_parameter, self._rules.batch)
         for process in self._rules.post:
             process(release)

@@ -380,7 +380,7 @@ def test_a_parameter_that_no_loss_reaches_gets_zero() -> None:
     [
         ({"clip": 0}, "clip must be a positive number, and is 0"),
         ({"clip": math.nan}, "clip must be"),
-        ({"record_groups": 0}, "record_groups must be a whole number of at least 1, and is 0"),
+        ({"record_groups": 0}, "record_groups must be a whole number of at least 1"),
         ({"record_groups": 1.5}, "record_groups must be"),
         ({"record_groups": True}, "record_groups must be"),
     ],
@@ -452,7 +452,7 @@ def test_a_small_model_with_batchnorm_learns() -> None:
 def test_empty_samples_release_too_and_replacing_is_accounted() -> None:
     model, dataset = nn.Linear(6, 2), problem(50)
     run = Run(
-        model, dataset, method=Batch(record_groups=2), sampling=Poisson(batch=1), noise_level="seeded", seed=0,
+        model, dataset, method=Batch(record_groups=2), sampling=Poisson(batch=2), noise_level="seeded", seed=0,
         budget=Budget(noise=0.0, steps=20, delta=1e-5),
     )  # fmt: skip
     zero = 0

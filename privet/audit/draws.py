@@ -17,7 +17,7 @@ from ..sampling import Sample, SamplingRule
 from .randomness import ERROR
 from .report import Check
 
-_STEPS = 400
+_STEPS = 2000
 
 
 def check_sampling(rule: SamplingRule, relation: Relation, source: Source | None = None) -> list[Check]:

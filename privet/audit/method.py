@@ -27,6 +27,7 @@ def audit(
     records: tuple[Tensor, Tensor] | None = None,
     *,
     loss: Loss = cross_entropy,
+    public: tuple[Tensor, Tensor] | None = None,
     sampling: SamplingRule | None = None,
     relation: Relation = "add_remove",
     noise_multiplier: float = 1,
@@ -41,19 +42,22 @@ def audit(
         model: is copied, never changed. Without one, a small network on digits, and every supported layer by turns.
         records: inputs and targets of ordinary records, one row each; a hundred are plenty.
         loss: (model, inputs, targets) to one loss per record.
+        public: inputs and targets of public records, for a method that learns from such.
         noise_multiplier: at which noise to try it; the checks are sharpest near 1.
         canaries: in the one-run audit; more of them can show more, and take longer.
         inputs_too: also a training with canaries that are records (black box).
     """
     checks: list[Check] = []
     if model is None or records is None:
-        model, records = digits_example()
+        model, (x, y) = digits_example()
+        records, public = (x[:96], y[:96]), (x[96:], y[96:])
         checks += check_layers(method, seed=seed)
     subject = MethodSubject(
         method,
         model,
         records,
         loss=loss,
+        public=public,
         sampling=sampling,
         relation=relation,
         noise_multiplier=noise_multiplier,
@@ -103,7 +107,8 @@ def check_layers(method: Method, seed: int = 0) -> list[Check]:
     checks = []
     for name, (model, records) in examples(seed).items():
         try:
-            subject = MethodSubject(method, model, records)
+            x, y = records
+            subject = MethodSubject(method, model, records, public=(x.flip(0).contiguous(), y.flip(0).contiguous()))
         except Refused as refusal:
             checks.append(Check(name=f"layer {name}", holds=True, measured="refused", detail=str(refusal)))
             continue

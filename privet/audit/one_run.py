@@ -29,7 +29,7 @@ from ..run import Run
 from .accountant import check_accounting
 from .report import Check
 from .statistics import gdp_epsilon, one_run_ceiling, one_run_epsilon, one_run_f_dp_rejects, one_run_mu
-from .subject import MethodSubject, Record
+from .subject import MethodSubject, Record, gradient_sum
 
 ERROR = 1e-4
 """The probability that a sound training is called broken."""
@@ -164,8 +164,7 @@ class _GradientCanaries:
         for query in self._queries:
             if query.group is None:
                 continue
-            parts = [p.grad for p in query.group.parameters.values()]
-            released = torch.cat([part.double().flatten() for part in parts if part is not None])
+            released = gradient_sum(query, self.run.sampling.batch)
             seen = released[: len(self.present)].numpy() * query.sensitivity.add_remove
             self.scores[: len(seen)] += seen
 
@@ -175,9 +174,9 @@ def _train(subject: MethodSubject, run: Run, data: _Slots, watch: _GradientCanar
     for _ in range(_EPOCHS):
         data.taken = []
         for step in run.loader:
-            for x, y, inert in step:
+            for x, y, *inert in step:  # public records, where there are such, come without a mark
                 losses = subject.loss(run.model, x, y)
-                step.backward(torch.where(inert, torch.nan, losses))
+                step.backward(torch.where(inert[0], torch.nan, losses) if inert else losses)
             if watch is not None:
                 watch.read()
             data.taken = []

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from ..accounting import Relation
 from ..errors import ConfigError
@@ -171,6 +171,7 @@ class MethodSubject(Subject):
         model: is copied; the audit never changes the user's.
         records: inputs and targets of ordinary records, one row each; a dozen are enough for all but whole trainings.
         loss: (model, inputs, targets) to one loss per record; cross-entropy by default.
+        public: inputs and targets of public records, for methods that learn from such.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class MethodSubject(Subject):
         records: tuple[Tensor, Tensor],
         *,
         loss: Loss = cross_entropy,
+        public: tuple[Tensor, Tensor] | None = None,
         sampling: SamplingRule | None = None,
         relation: Relation = "add_remove",
         noise_multiplier: float = 1,
@@ -197,8 +199,12 @@ class MethodSubject(Subject):
         self.sampling = sampling or Poisson(batch=max(1, len(self.base) // 2))
         self.basis = self.sampling.sensitivity_basis(relation)
         self.noise_multiplier, self.delta, self.noise_level = noise_multiplier, delta, noise_level
+        self._public = None if public is None else TensorDataset(*public)
         self._model = copy.deepcopy(model)
         self._pool, self.run, self._desk = self._fresh()
+        if public is not None:  # thresholds are learned in the first step of an epoch
+            self._desk.begin("off")
+            self._take(self._pool, self.run, self._desk, self.base)
         self._start = copy.deepcopy(self.run.model.state_dict())
         self._state = self.run.session.state()
 
@@ -214,6 +220,7 @@ class MethodSubject(Subject):
             budget=Budget(noise=self.noise_multiplier, steps=steps, delta=self.delta),
             relation=self.relation,
             noise_level=self.noise_level,
+            public=self._public,
             check=False,
         )
 
@@ -242,7 +249,7 @@ class MethodSubject(Subject):
         with _quiet():
             queries = self._take(pool, run, desk, sample)
         sums = {
-            q.name: _gradient_sum(q, run.sampling.batch) if q.group else noisy
+            q.name: gradient_sum(q, run.sampling.batch) if q.group else noisy
             for q, noisy in zip(queries, desk.tape.outputs, strict=True)
         }
         return Outcome(
@@ -321,10 +328,12 @@ class MethodSubject(Subject):
         return desk.tape, facts
 
 
-def _gradient_sum(query: Query, batch: int) -> Tensor:
+def gradient_sum(query: Query, batch: int) -> Tensor:
+    """What was released of a sum: the gradients that were handed over, with divisor and factors put back."""
     assert query.group is not None
-    parts = [p.grad for p in query.group.parameters.values()]
-    return torch.cat([part.double().flatten() for part in parts if part is not None]) * batch
+    scales = query.scales or dict.fromkeys(query.group.parameters, 1.0)
+    parts = [(scales[name], p.grad) for name, p in query.group.parameters.items()]
+    return torch.cat([part.double().flatten() * scale for scale, part in parts if part is not None]) * batch
 
 
 @contextmanager

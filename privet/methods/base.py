@@ -79,6 +79,7 @@ class Setting:
     batch: int
     noise_multiplier: float
     relation: Relation
+    unit: str = "record"
     public: bool = False
     """Whether there are public records to learn from (`Session.learn`)."""
 
@@ -139,6 +140,9 @@ class Session(ABC):
     sensitivity that stands in the query, in L2 norm, whatever the records, the weights and the loss are.
     """
 
+    passes = 1
+    """How often each unit is gone through."""
+
     def cut(self, sample: Sample, source: Source) -> list[Sample]:
         """The sample's record numbers in units that are never mixed in one forward pass; coins come from `source`."""
         return [sample]
@@ -161,6 +165,9 @@ class Session(ABC):
     @abstractmethod
     def finish(self) -> list[Query]:
         """The sums of the step, with what one record can move them by."""
+
+    def post_process(self, gradients: Mapping[str, Tensor], stds: Mapping[str, float]) -> None:  # noqa: B027
+        """May change the noisy sums (by parameter, with the noise in each) in place before they are handed over."""
 
     def observe(self, noisy: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Noisy values of this step's side queries, free to use."""

@@ -1,8 +1,11 @@
-"""Batch clipping (Nguyen et al. 2023): the mean gradient of a group of records is clipped, not each record's own.
+"""Batch clipping (Nguyen et al. 2023): one update vector for a group of records is clipped, not each record's own.
 
-A step's sample is split into k groups, each record by a coin of its own. With v_g the mean gradient of group g, scaled
-to norm at most C, the paper's update is (1/k)·Σ_g v_g plus noise. k = 1 is its BC, a larger k its GBC with one
-gradient per group. Records of a group may depend on each other, so BatchNorm may normalise by the batch.
+A step's sample is split into k groups, each record by a coin of its own. With v_g the vector of group g, scaled to norm
+at most C, the paper's update is (1/k)·Σ_g v_g plus noise. k = 1 is its BC, a larger k its GBC. The vector is the mean
+gradient of the group's records, or what several local steps of an optimizer change, divided by its learning rate (GBC
+allows any such rule). Records of a group may depend on each other, so BatchNorm may normalise by the batch.
+
+Groups may also be users, with all their records: then whole users are sampled and protected.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, Refused
-from ..noise import Allocation, Source
+from ..noise import Source
 from ..sampling import Sample
-from .base import (
-    Method,
-    ParameterGroup,
-    Query,
-    Sensitivity,
-    Session,
-    Setting,
-    option,
-    positive,
-    register,
-    trainable,
-)
+from .base import ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
+from .per_example import PerExample
+from .thresholds import Clipping, Thresholds, part_norms
 
 _MARGIN = 1 - 2.0**-20
 """Vectors are scaled in float32; aiming this much below C keeps what comes out at C or less."""
@@ -42,7 +36,7 @@ _SMALLEST_FACTOR = 2.0**-120
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Batch(Method):
+class Batch(Clipping):
     """Batch clipping.
 
     The run divides every sum by the public batch size B. So that p.grad is the paper's (1/k)·Σ_g v_g, the sum here is
@@ -56,56 +50,107 @@ class Batch(Method):
     to the others in its group, and ‖v − v'‖ ≤ ‖v‖ + ‖v'‖ ≤ 2C. This bound is met: a record can turn its group's mean
     around. An empty group, or one whose gradient is not finite, has the vector zero, which is within C as well.
 
+    With users for groups (s = 1, B the expected number of users), a user added or removed brings a vector of norm C or
+    takes it away, and moves no other user's: C, and 2C for a user replaced. Groups of one record each are per-example
+    clipping, exactly, and run as such.
+
     Rule 7: a loss that is not finite is left out. Where that does not help, because the record has made the whole
     group's gradient not finite, its group adds nothing.
 
-    Groups of one record each need half the noise under add_remove: that is `PerExample`, not a large `record_groups`.
+    Rule 8: buffers are put back after each private pass. Running statistics of BatchNorm come from public records, at
+    the start of each epoch and by `Run.refresh`; without public records such a layer is refused.
     """
 
     name = "batch"
     summary = "clip the mean gradient of a group of records to norm C (BatchNorm may use batch statistics)"
     records_must_be_independent = False
 
-    clip: float = option(1.0, "norm C that a group's mean gradient is clipped to")
-    record_groups: int = option(1, "into how many groups a sample is split, by coin; 1 clips the whole batch at once")
-    allocation: Allocation = option("isotropic", "how noise is shared between groups")
+    record_groups: int | Literal["each", "user"] = option(
+        1, "groups that a sample is split into by coin: a number (1 clips the whole batch), each record, or each user"
+    )
+    local_steps: int = option(1, "steps of the local optimizer on each group, whose total change is clipped")
+    local_optimizer: str = option("SGD", "optimizer of torch.optim for the local steps")
+    local_lr: float = option(0.1, "learning rate of the local steps")
+    local_momentum: float = option(0.0, "momentum of local SGD")
+    sparsify: int = option(0, "freeze weights whose noisy gradient averages to nothing over so many steps (0: never)")
 
     def __post_init__(self) -> None:
-        positive("clip", self.clip)
-        if not isinstance(self.record_groups, int) or isinstance(self.record_groups, bool) or self.record_groups < 1:
-            raise ConfigError(f"record_groups must be a whole number of at least 1, and is {self.record_groups!r}.")
+        super().__post_init__()
+        groups = self.record_groups
+        if isinstance(groups, bool) or not (groups in ("each", "user") or (isinstance(groups, int) and groups >= 1)):
+            raise ConfigError(
+                f"record_groups must be a whole number of at least 1, 'each' or 'user', and is {groups!r}."
+            )
+        for name, least in (("local_steps", 1), ("sparsify", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, and is {value!r}.")
+        positive("local_lr", self.local_lr)
+        if not isinstance(getattr(torch.optim, self.local_optimizer, None), type):
+            raise ConfigError(f"local_optimizer is {self.local_optimizer!r}, which torch.optim does not have.")
+        if not 0 <= self.local_momentum < 1 or (self.local_momentum and self.local_optimizer != "SGD"):
+            raise ConfigError("local_momentum must be at least 0 and below 1, and belongs to local_optimizer SGD.")
+        if self.sparsify and self.factors:
+            raise ConfigError("sparsify and factors cannot be had together: drop one of them.")
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
+        if (self.record_groups == "user") != (setting.unit == "user"):
+            raise ConfigError(
+                "Groups of users and a run over users belong together: give the run users=… (one id for each record) "
+                "and the method record_groups='user'."
+            )
+        if isinstance(self.record_groups, int) and self.record_groups > setting.batch:
+            raise ConfigError(
+                f"record_groups is {self.record_groups}, more than the {setting.batch} records of an expected sample."
+            )
+        if self.record_groups == "each":
+            return self._per_example().open(model, setting)
         return _BatchSession(self, model, setting)
+
+    def _per_example(self) -> PerExample:
+        if self.local_steps > 1 or self.sparsify:
+            raise ConfigError("Groups of one record each are per-example clipping, without local steps or sparsify.")
+        return PerExample(
+            clip=self.clip,
+            groups=self.groups,
+            thresholds=self.thresholds,
+            factors=self.factors,
+            clip_decay=self.clip_decay,
+            allocation=self.allocation,
+        )
 
 
 class _BatchSession(Session):
     def __init__(self, method: Batch, model: nn.Module, setting: Setting) -> None:
-        self.method, self.model = method, model
-        self.scale = setting.batch / method.record_groups
+        self.method, self.model, self.public = method, model, setting.public
+        self.passes = method.local_steps
+        self.scale = 1.0 if method.record_groups == "user" else setting.batch / int(method.record_groups)
         self._all = dict(model.named_parameters())
-        _refuse_unsafe_layers(model)
-        self._group(trainable(model))
+        self.thresholds = Thresholds(method, model, setting)
+        self._statistics = [layer for layer in model.modules() if getattr(layer, "running_mean", None) is not None]
+        _refuse_unsafe_layers(model, self.public)
         self._listening = False
+        self._learning = False
         self._handles: list[RemovableHandle] = []
         for layer in model.modules():
             if isinstance(layer, _BatchNorm):
                 self._handles += self._allow_single_records(layer)
+        self._local: _LocalSteps | None = None
+        self._frozen = _Frozen(method.sparsify)
+        self._begin_unit()
 
-    def _group(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.group = ParameterGroup("all", parameters)
-        self._sum = torch.zeros_like(self.group.total)
-        """Of the gradients in the unit so far."""
-        self._parts = self.group.split(self._sum)
-        self._count = 0
+    @property
+    def groups(self) -> list[ParameterGroup]:
+        return self.thresholds.groups
 
     def cut(self, sample: Sample, source: Source) -> list[Sample]:
-        coins = source.integers(len(sample), self.method.record_groups)
-        return [sample[coins == g] for g in range(self.method.record_groups)]
+        groups = int(self.method.record_groups)
+        coins = source.integers(len(sample), groups)
+        return [sample[coins == g] for g in range(groups) for _ in range(self.passes)]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Rule 8: what a private pass did to the buffers is undone, and refused."""
+        """Rule 8: what a private pass did to the buffers is undone; where it is not BatchNorm's, it is refused."""
         buffers = _Buffers(self.model)
         before, self._listening = self._listening, True
         try:
@@ -114,9 +159,10 @@ class _BatchSession(Session):
             self._listening = before
             changed = buffers.restore()
             strays = self._drop_strays()
-        if changed:
+        expected = ("running_mean", "running_var", "num_batches_tracked") if self.public else ()
+        if other := [name for name in changed if name.rpartition(".")[2] not in expected]:
             raise Refused(
-                f"Buffer '{changed[0]}' was changed by a forward pass over private records, so it carries statistics "
+                f"Buffer '{other[0]}' was changed by a forward pass over private records, so it carries statistics "
                 "of them. It was put back, and nothing was released. Freeze that layer: .eval()."
             )
         if strays:
@@ -127,39 +173,115 @@ class _BatchSession(Session):
 
     def begin(self) -> None:
         self._refuse_changes()
-        _refuse_unsafe_layers(self.model)  # layers may have been switched to training mode
-        if self.group.parameters.keys() != {name for name, p in self._all.items() if p.requires_grad}:
-            self._group(trainable(self.model))  # layers were frozen or thawed
-        self.group.total.zero_()
+        if self._local is not None:  # a step that was left in the middle of a group
+            self._local.restore()
+            self._local = None
+        _refuse_unsafe_layers(self.model, self.public)  # layers may have been switched to training mode
+        self.thresholds.begin()
+        self._frozen.hold(self.groups)
         self._begin_unit()
 
     def _begin_unit(self) -> None:
-        self._sum.zero_()
+        self._sums: dict[str, Tensor] = {}
         self._count = 0
 
     def add(self, losses: Tensor) -> None:
         finite = torch.isfinite(losses.detach())
-        parameters = {name: p for name, p in self.group.parameters.items() if p.requires_grad}
-        gradients = torch.autograd.grad(
-            losses, list(parameters.values()), grad_outputs=finite.to(losses.dtype), allow_unused=True
-        )
-        for name, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                self._parts[name].add_(gradient)
+        for name, gradient in self._gradients(losses, finite.to(losses.dtype)).items():
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            self._sums[name] = self._sums[name].add_(wide) if name in self._sums else wide.clone()
         self._count += int(finite.sum())
 
+    def _gradients(self, losses: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        parameters = {name: p for name, p in self._all.items() if p.requires_grad}
+        found = torch.autograd.grad(losses, list(parameters.values()), grad_outputs=weights, allow_unused=True)
+        return {n: g.to_dense() if g.is_sparse else g for n, g in zip(parameters, found, strict=True) if g is not None}
+
     def end_unit(self) -> None:
-        """Adds s·v with v = mean·min(1, C/‖mean‖); the mean is over as many records as had a finite loss."""
-        norm = torch.linalg.vector_norm(self._sum, dtype=torch.float64).item()
-        if self._count and math.isfinite(norm):
-            factor = self.scale * _MARGIN / max(self._count, norm / self.method.clip)
-            if factor >= _SMALLEST_FACTOR:
-                self.group.total.add_(self._sum, alpha=factor)
+        """One pass over a group is done: a local step, or the last one, after which the group's vector is clipped."""
+        means = {name: total / self._count for name, total in self._sums.items()} if self._count else {}
         self._begin_unit()
+        if self.method.local_steps == 1:
+            self._clip_and_add(means)
+            return
+        if self._local is None:
+            self._local = _LocalSteps(self.method, {n: p for n, p in self._all.items() if p.requires_grad})
+        if self._local.step(means):
+            change = self._local.change()
+            self._local.restore()
+            self._local = None
+            self._clip_and_add(change)
+
+    def _clip_and_add(self, vector: Mapping[str, Tensor]) -> None:
+        """Adds s·v with v = vector·min(1, C/‖vector‖), group by group; scaled by the factors, if there are any."""
+        scales = self.thresholds.scales
+        for group in self.groups:
+            mine = {name: self._frozen.without(name, vector[name]) for name in group.parameters if name in vector}
+            if scales is not None:
+                mine = {name: part * scales[name] for name, part in mine.items()}
+            norm = math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in mine.values()))
+            if mine and math.isfinite(norm):
+                factor = self.scale * _MARGIN / max(1.0, norm / self.thresholds.clips[group.name])
+                if factor >= _SMALLEST_FACTOR:
+                    for name, part in mine.items():
+                        group.views[name].add_(part, alpha=factor)
 
     def finish(self) -> list[Query]:
-        bound = 2 * self.method.clip * self.scale
-        return [Query("all", self.group.total, Sensitivity(add_remove=bound, replace_one=bound), group=self.group)]
+        clips, scales = self.thresholds.clips, self.thresholds.scales
+        return [
+            Query(group.name, group.total, self._sensitivity(clips[group.name]), group=group, scales=scales)
+            for group in self.groups
+        ]
+
+    def _sensitivity(self, clip: float) -> Sensitivity:
+        if self.method.record_groups == "user":
+            return Sensitivity.of_contribution(clip)
+        bound = 2 * clip * self.scale
+        return Sensitivity(add_remove=bound, replace_one=bound)
+
+    def post_process(self, gradients: Mapping[str, Tensor], stds: Mapping[str, float]) -> None:
+        self._frozen.look(gradients, stds, self._all)
+
+    # Public records
+
+    def begin_epoch(self, number: int) -> None:
+        self.thresholds.begin_epoch(number)
+
+    def wants_public(self) -> bool:
+        return self.public and (bool(self._statistics) or self.thresholds.wants_public())
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """BatchNorm gathers the mean of its statistics over the public batches, from nothing."""
+        if not self._learning:
+            self._learning = True
+            for layer in self._statistics:
+                layer.reset_running_stats()  # type: ignore[operator]
+        before = [(layer, layer.training, layer.momentum) for layer in self._statistics]
+        for layer in self._statistics:
+            layer.training, layer.momentum = True, None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for layer, training, momentum in before:
+                layer.training, layer.momentum = training, momentum
+
+    def learn(self, losses: Tensor) -> None:
+        """The norms of the mean gradient of a public batch: what will be clipped is such a mean."""
+        found = self._gradients(losses, torch.full_like(losses, 1 / len(losses)))
+        squares = {n: torch.linalg.vector_norm(g, dtype=torch.float64).square().view(1) for n, g in found.items()}
+        self.thresholds.learn(part_norms(self.thresholds.parts, squares))
+
+    def learned(self) -> None:
+        self._learning = False
+        self.thresholds.learned()
+
+    def state(self) -> dict[str, Any]:
+        return {**self.thresholds.state(), "frozen": self._frozen.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.thresholds.load_state(state)
+        self._frozen.load_state(state.get("frozen", {}))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -200,6 +322,93 @@ class _BatchSession(Session):
         return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
 
 
+class _LocalSteps:
+    """Steps of an ordinary optimizer on the model itself, taken back when the group's change has been read off."""
+
+    def __init__(self, method: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters, self._lr, self._left = dict(parameters), method.local_lr, method.local_steps
+        self._start = {name: p.detach().clone() for name, p in parameters.items()}
+        options = {"momentum": method.local_momentum} if method.local_optimizer == "SGD" else {}
+        kind = getattr(torch.optim, method.local_optimizer)
+        self._optimizer: torch.optim.Optimizer = kind(list(parameters.values()), lr=method.local_lr, **options)
+
+    def step(self, means: Mapping[str, Tensor]) -> bool:
+        """One step by these gradients; whether it was the last."""
+        for name, mean in means.items():
+            self._parameters[name].grad = mean.to(self._parameters[name].dtype)
+        self._optimizer.step()
+        for p in self._parameters.values():
+            p.grad = None
+        self._left -= 1
+        return self._left == 0
+
+    def change(self) -> dict[str, Tensor]:
+        return {
+            name: (self._start[name] - p.detach()).to(torch.promote_types(p.dtype, torch.float32)) / self._lr
+            for name, p in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for name, p in self._parameters.items():
+            p.copy_(self._start[name])
+
+
+class _Frozen:
+    """Sparsification (the paper's 3.4): weights that no longer go anywhere are fixed at their mean.
+
+    Over a window of R steps, a weight whose noisy gradients average to less than one deviation of that average's own
+    noise is taken to have arrived. It stays at its mean over the window, and its entry is left out of the clip; what
+    noise falls on it is thrown away. All of it reads noisy values only, so it is free (rule 11).
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._values: dict[str, Tensor] = {}
+        self._masks: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._steps = 0
+
+    def without(self, name: str, part: Tensor) -> Tensor:
+        return part.masked_fill(self._masks[name], 0) if name in self._masks else part
+
+    @torch.no_grad()
+    def hold(self, groups: list[ParameterGroup]) -> None:
+        """Puts frozen weights back, whatever the optimizer's momentum has done to them since."""
+        for group in groups:
+            for name, p in group.parameters.items():
+                if name in self._masks:
+                    p.copy_(torch.where(self._masks[name], self._values[name].to(p.dtype), p))
+
+    @torch.no_grad()
+    def look(self, gradients: Mapping[str, Tensor], stds: Mapping[str, float], weights: Mapping[str, Tensor]) -> None:
+        """Takes the noisy sums of a step; every R steps it is decided who has arrived."""
+        if not self.window:
+            return
+        for name, noisy in gradients.items():
+            self._gradients[name] = self._gradients.get(name, 0) + noisy
+            self._weights[name] = self._weights.get(name, 0) + weights[name].detach()
+            if name in self._masks:
+                noisy.masked_fill_(self._masks[name], 0)
+        self._steps += 1
+        if self._steps < self.window:
+            return
+        for name, total in self._gradients.items():
+            arrived = total.abs() <= stds[name] * math.sqrt(self._steps)
+            before = self._masks.get(name, torch.zeros_like(arrived))
+            mean = self._weights[name] / self._steps
+            self._values[name] = torch.where(before, self._values.get(name, mean), mean)
+            self._masks[name] = before | arrived
+        self._gradients, self._weights, self._steps = {}, {}, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"values": dict(self._values), "masks": dict(self._masks)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._values, self._masks = dict(state.get("values", {})), dict(state.get("masks", {}))
+
+
 class _Buffers:
     """What the buffers of a model are now, bit by bit, to be restored later."""
 
@@ -230,15 +439,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _refuse_unsafe_layers(model: nn.Module) -> None:
+def _refuse_unsafe_layers(model: nn.Module, public: bool) -> None:
     for name, layer in model.named_modules():
         described = f"Layer '{name or 'the model'}' ({type(layer).__name__})"
-        if layer.training and getattr(layer, "running_mean", None) is not None:
+        if not public and layer.training and getattr(layer, "running_mean", None) is not None:
             raise Refused(
                 f"{described} keeps running statistics, which would carry private records into the released model. "
-                "Turn it into GroupNorm by privet.nn.batchnorm_to_groupnorm(model), or build it with "
-                "track_running_stats=False, so that it normalises by the batch at evaluation too, or call .eval() on "
-                "it to keep statistics that are public."
+                "Give the run public records to estimate them on (public=…; privet train --public 0.1), turn it into "
+                "GroupNorm by privet.nn.batchnorm_to_groupnorm(model), build it with track_running_stats=False, so "
+                "that it normalises by the batch at evaluation too, or call .eval() on it to keep statistics that are "
+                "public."
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             raise Refused(

@@ -63,6 +63,8 @@ class PerExample(Clipping):
             )
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
+        if setting.unit == "user":
+            raise ConfigError(f"Method '{self.name}' bounds records, not users: use Batch(record_groups='user').")
         return _PerExampleSession(self, model, setting)
 
     def weights(self, squared_norms: Tensor, clip: float) -> Tensor:

@@ -148,7 +148,7 @@ def bn_lenet5(*, input_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def convnet5(*, input_shape: tuple[int, ...], classes: int, batch_norm: bool = True) -> nn.Module:
-    """The convnet of the batch-clipping paper, Table 1: 132,042 parameters on 3 x 32 x 32, or 131,466 without BatchNorm.
+    """The convnet of the batch-clipping paper, Table 1: 132,042 parameters on 3 x 32 x 32, 131,466 without BatchNorm.
 
     A block is convolution, BatchNorm, ReLU, pooling. The table lists ReLU beside the convolution; the text says
     CONV-BN-POOLING, with BatchNorm right after the convolution, and so it is in the authors' code.
