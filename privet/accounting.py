@@ -202,7 +202,7 @@ def gdp_clt_mu(mechanism: Mechanism, count: int) -> float:
         return _clt_mu(mechanism) * math.sqrt(count)
     # Φ(1.5x) + 3Φ(-0.5x) - 2 by the error function, which keeps its digits where x is small.
     far, near = math.erf(1.5 * x / math.sqrt(2)), math.erf(0.5 * x / math.sqrt(2))
-    h_squared = math.expm1(x * x) * (1 + far) / 2 + (far - near) / 2
+    h_squared = math.expm1(x * x) * (1 + far) / 2 + (far - 3 * near) / 2
     return rate * math.sqrt(2 * count * h_squared)
 
 

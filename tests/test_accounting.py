@@ -26,6 +26,7 @@ from privet.accounting import (
     delta,
     epsilon,
     gdp_clt_estimate,
+    gdp_clt_mu,
     gdp_mu,
     noise_for,
     trade_off,
@@ -192,6 +193,32 @@ def test_trap_central_limit_estimate_is_too_low():
     unit = poisson(0.6)
     assert gdp_clt_estimate(unit, 2347, DELTA) == pytest.approx(3.40, abs=0.005)
     assert eps((unit, 2347)) == pytest.approx(4.95, abs=0.005)
+
+
+def test_central_limit_mu():
+    """By integrals over one unit, and the figures G_0.52 and G_1.99 of the batch-clipping paper, section B.1."""
+    sigma, rate, steps = 2.5 / math.sqrt(8), 64 / 54000, 50 * 54000 / 64
+    x, dx = np.linspace(-9, 10, 40001, retstep=True)
+    shifted, centred = grid_density(x, 1, sigma), grid_density(x, 0, sigma)
+    chi = np.sum((shifted - centred) ** 2 / centred) * dx
+    assert gdp_clt_mu(poisson(sigma, rate), steps) == pytest.approx(rate * math.sqrt(steps * chi), rel=1e-6)
+    # The symmetric trade-off has the losses of the likelier half, x > 1/2, and their reflections.
+    half = np.sum(((shifted - centred) ** 2 / centred)[x > 0.5]) * dx
+    found = gdp_clt_mu(fixed_size(sigma, 54000, 64), steps)
+    assert found == pytest.approx(rate * math.sqrt(2 * steps * half), rel=1e-3)
+    assert found == pytest.approx(0.52, abs=0.005)
+    assert gdp_clt_mu(fixed_size(1.5 / math.sqrt(8), 54000, 64), steps) == pytest.approx(1.99, abs=0.005)
+
+
+@pytest.mark.parametrize("unit", [poisson(1.0), fixed_size(1.0)])
+def test_central_limit_mu_at_its_ends(unit):
+    def mu(sigma):
+        return gdp_clt_mu(dataclasses.replace(unit, noise_multiplier=sigma), 400)
+
+    assert mu(1e8) == pytest.approx(RATE * 20 / 1e8, rel=1e-6)
+    assert mu(math.inf) == 0
+    assert mu(0.0) == mu(0.01) == math.inf
+    assert gdp_clt_mu(fixed_size(2.0, 64, 64), 400) == gdp_clt_mu(poisson(2.0, 1.0), 400) == 10
 
 
 @pytest.mark.parametrize("mu", [1.0, 2.0])
@@ -418,6 +445,7 @@ def test_bad_questions_are_refused():
         lambda: gdp_mu([(poisson(1), 1)]),
         lambda: gdp_mu([(gaussian(1, discrete=True), 1)]),
         lambda: gdp_clt_estimate(gaussian(1), 1, 0.1),
+        lambda: gdp_clt_mu(poisson(1, relation="replace_one"), 1),
     ):
         with pytest.raises(ConfigError):
             call()

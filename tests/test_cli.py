@@ -135,7 +135,7 @@ def test_everything_on_the_command_line_can_stand_in_toml() -> None:
     words = {a.dest for a in parser._actions} - {"help"}
     of_methods = {f"method.{f.name}" for method in METHODS.values() for f in fields(method)}  # type: ignore[arg-type]
     settable = {f.name for f in fields(TrainConfig)} | of_methods
-    assert words <= settable and settable - words == {"method_options", "model_options", "method.groups"}
+    assert words <= settable and settable - words == {"method_options", "model_options"}
 
 
 def test_command_line_over_file_over_preset_over_default() -> None:
@@ -326,11 +326,11 @@ def test_help_tells_whose_an_option_is(capsys: pytest.CaptureFixture[str]) -> No
     parts = capsys.readouterr().out.split("options of --method ")[1:]
     words = [(word.strip(","), part.partition(":")[0]) for part in parts for word in part.split()]
     owners = {word: title for word, title in words if word.startswith("--")}
-    assert owners["--adaptive"] == "per-example" and owners["--record-groups"] == "batch"
-    assert owners["--clip"] == "batch or per-example"
+    assert owners["--adaptive"] == "layerwise or per-example" and owners["--record-groups"] == "batch"
+    assert owners["--clip"] == "batch or layerwise or per-example"
     (shared,) = [" ".join(part.split()) for part in parts if part.startswith("batch or")]
-    assert "batch: norm C that a group's mean" in shared and "per-example: norm C that a record's" in shared
-    assert shared.count("how noise is shared") == 1
+    assert "layerwise: how noise is shared between groups (default: proportional)" in shared  # where they differ
+    assert shared.count("norm C of the clip") == 1
 
 
 # budget
@@ -494,3 +494,53 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
             main(args)
         assert done.value.code == 0 and words in capsys.readouterr().out
     assert "COMMAND" in refused(capsys) and "nonsense" in refused(capsys, "nonsense")
+
+
+# plan beside the figures of the batch-clipping paper, section B.1: G_0.52 for sigma 2.5 and 8 layers
+
+LAYERS = ["plan", "--records", "54000", "--batch", "64", "--epochs", "50", "--delta", "1e-5", "--layers", "8"]
+
+
+def test_plan_names_the_estimate_of_papers_beside_the_exact_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *LAYERS, "--noise", "2.5")
+    assert (found["layers"], found["noise_per_layer"]) == (8, pytest.approx(2.5))
+    assert found["noise"] == pytest.approx(2.5 / 8**0.5)
+    assert found["epsilon"] == pytest.approx(1.565, abs=0.001) and found["accountant"] == "pld"
+    estimate = found["estimate"]
+    assert (estimate["mu"], estimate["epsilon"]) == (pytest.approx(0.3923, abs=1e-4), pytest.approx(1.522, abs=1e-3))
+    assert "no guarantee: 2.8% below the exact one" in estimate["note"]
+
+
+def test_plan_has_the_papers_own_estimate_for_its_own_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample of fixed size, and a record that is exchanged. The epsilon is a loose bound there, and says so."""
+    own = [*LAYERS, "--sampling", "fixed-size", "--relation", "replace_one"]
+    found = answer(capsys, *own, "--noise", "2.5")
+    assert found["estimate"]["mu"] == pytest.approx(0.52, abs=0.005)
+    assert found["epsilon"] > found["estimate"]["epsilon"]
+    _, out, _ = run(capsys, *own, "--noise", "2.5")
+    assert "estimate  2.088, mu 0.5214 (central-limit estimate, no guarantee: 29.8% below the bound, which is l" in out
+    assert "0.8839 times the sensitivity (system): 2.5 times that of each of 8 layers\n" in out
+
+
+def test_plan_says_when_the_estimate_is_too_high(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *PLAN, "--batch", "6000", "--steps", "20", "--noise", "0.4")
+    assert found["epsilon"] < 30 < found["estimate"]["epsilon"]
+    assert "times the exact one" in found["estimate"]["note"]
+
+
+@pytest.mark.parametrize("args", [["--sampling", "partition"], ["--relation", "replace_one"]])
+def test_plan_gives_no_estimate_where_there_is_none(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert answer(capsys, *PLAN, "--steps", "234", "--noise", "2", *args)["estimate"] is None
+
+
+def test_plan_finds_the_noise_of_each_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    length = ["--steps", "100", "--sampling", "partition"]
+    whole = answer(capsys, *PLAN, *length, "--epsilon", "2")
+    apart = answer(capsys, *PLAN, *length, "--epsilon", "2", "--layers", "4")
+    assert whole["noise"] == whole["noise_per_layer"] == apart["noise"] == apart["noise_per_layer"] / 2
+    again = answer(capsys, *PLAN, *length, "--noise", str(apart["noise_per_layer"]), "--layers", "4")
+    assert again["epsilon"] == apart["epsilon"]
+
+
+def test_plan_refuses_no_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "layers must be at least 1" in refused(capsys, *PLAN, "--steps", "5", "--noise", "1", "--layers", "0")

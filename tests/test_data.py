@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from privet.data import Data, holdout, images, load
-from privet.data.base import split
+from privet.data.base import coins
 from privet.errors import ConfigError
+
+
+def split(x: torch.Tensor, y: torch.Tensor, **how: object) -> tuple[TensorDataset, TensorDataset]:
+    out = coins(x, y, **how)  # type: ignore[arg-type]
+    return TensorDataset(x[~out], y[~out]), TensorDataset(x[out], y[out])
 
 
 def records(part: TensorDataset) -> Counter[bytes]:
@@ -251,7 +256,7 @@ class TestCifar:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'imagenet'.*digits, mnist, fashion-mnist, cifar10.*\.csv"):
         load("imagenet")
-    with pytest.raises(ConfigError, match="target and bounds are for tables"):
+    with pytest.raises(ConfigError, match="target, bounds and users are for tables"):
         load("digits", target="y")
 
 
@@ -430,3 +435,33 @@ def test_importing_stays_lean() -> None:
     code = "import sys, privet.data; print([m for m in ('sklearn', 'pyarrow', 'pandas') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+class TestUsersAndPublicRecords:
+    ROWS = "\n".join(["who,age,ill"] + [f"p{i // 5},{20 + i % 50},{'yes' if i % 3 else 'no'}" for i in range(400)])
+
+    def test_all_rows_of_a_user_are_on_one_side(self, tmp_path: Path) -> None:
+        (tmp_path / "t.csv").write_text(self.ROWS)
+        data = load(str(tmp_path / "t.csv"), target="ill", users="who", validation=0.3, public=0.2)
+        assert data.users is not None and data.public is not None
+        assert len(data.users) == len(data.train) and all(n == 5 for n in Counter(data.users).values())
+        assert len(data.train) % 5 == len(data.test) % 5 == len(data.public) % 5 == 0
+        assert data.input_shape == (2,)  # the user is no input
+        assert "taken for public" in data.description
+
+    def test_a_user_more_moves_no_other(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text(self.ROWS)
+        (tmp_path / "b.csv").write_text(self.ROWS.replace("who,age,ill", "who,age,ill\nnew,33,no\nnew,34,yes"))
+        kept = [set(load(str(tmp_path / f), target="ill", users="who").users or ()) for f in ("a.csv", "b.csv")]
+        assert kept[1] - {"new"} == kept[0]
+
+    def test_public_records_are_not_trained_on(self) -> None:
+        data, whole = load("digits", public=0.1), load("digits")
+        assert data.public is not None
+        assert len(data.public) + len(data.train) == len(whole.train) and 80 < len(data.public) < 200
+
+    @pytest.mark.parametrize("users", ["nobody", "ill"])
+    def test_names_a_wrong_column(self, tmp_path: Path, users: str) -> None:
+        (tmp_path / "t.csv").write_text(self.ROWS)
+        with pytest.raises(ConfigError, match="users is"):
+            load(str(tmp_path / "t.csv"), target="ill", users=users)

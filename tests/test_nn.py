@@ -10,17 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from privet.cli import main
 from privet.errors import ConfigError, Refused
 from privet.nn import EXAMPLE_SHAPES, MODELS, batchnorm_to_groupnorm, build
 
 PARAMETERS = {
     "mnist-cnn": 26_010,
     "cifar-cnn": 550_570,
+    "bn-lenet5": 61_990,
+    "convnet5": 132_042,
     "resnet18-gn": 11_173_962,
+    "resnet18-bn": 11_173_962,
     "mlp": 500 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10,
     # per layer: qkv, out, up, down and two norms, as nn.TransformerEncoderLayer(128, 4, 512) has them
     "transformer": 8000 * 128 + 2 * 198_272 + 128 * 10 + 10,
 }
+
+WITH_BATCH_NORM = ["bn-lenet5", "convnet5", "resnet18-bn"]
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +59,14 @@ class TestEveryModel:
         out.sum().backward()
 
     def test_records_do_not_meet(self, name: str) -> None:
+        """But through the BatchNorm of a training pass, which is why such models need batch clipping."""
         model = build(name, input_shape=EXAMPLE_SHAPES[name], classes=3, seed=0)
         x = example(name, 3)
         other = x.clone()
         other[1:] = example(name, 2)
+        meet = not torch.allclose(model(x)[0], model(other)[0], rtol=1e-4, atol=1e-5)
+        assert meet == (name in WITH_BATCH_NORM)
+        model.eval()
         torch.testing.assert_close(model(x)[0], model(other)[0])
 
     def test_seed_fixes_the_weights_and_leaves_the_global_generator(self, name: str) -> None:
@@ -70,7 +80,15 @@ class TestEveryModel:
     def test_has_nothing_in_place(self, name: str) -> None:
         model = build(name, input_shape=EXAMPLE_SHAPES[name], classes=2)
         assert not any(getattr(layer, "inplace", False) for layer in model.modules())
-        assert not list(model.buffers())
+
+    def test_keeps_nothing_but_the_running_statistics_of_batch_norm(self, name: str) -> None:
+        model = build(name, input_shape=EXAMPLE_SHAPES[name], classes=2)
+        norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
+        assert bool(norms) == (name in WITH_BATCH_NORM)
+        assert len(list(model.buffers())) == 3 * len(norms)
+        for norm in norms:  # as new: the making of the model has shown them nothing
+            assert norm.training and norm.num_batches_tracked == 0
+            assert not norm.running_mean.any() and (norm.running_var == 1).all()
 
 
 def test_mnist_cnn_is_table_1() -> None:
@@ -83,8 +101,93 @@ def test_mnist_cnn_is_table_1() -> None:
     assert layers[2].stride == layers[5].stride == 1
 
 
+def shapes_of_convolutions(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(lambda _layer, _args, out: found.append(tuple(out.shape[1:])))
+    model(x)
+    return found
+
+
+@pytest.mark.parametrize("size", [28, 32])
+def test_bn_lenet5_is_table_2(size: int) -> None:
+    model = build("bn-lenet5", input_shape=(1, size, size), classes=10)
+    assert [type(layer).__name__ for layer in model] == (
+        ["Conv2d", "BatchNorm2d", "Tanh", "AvgPool2d"] * 2
+        + ["Conv2d", "BatchNorm2d", "Tanh", "Flatten", "Linear", "Tanh", "Linear"]
+    )
+    # The paper counts L = 8 layers.
+    assert sum(any(True for _ in layer.parameters()) for layer in model) == 8
+    assert shapes_of_convolutions(model, torch.randn(2, 1, size, size)) == [(6, 28, 28), (16, 10, 10), (120, 1, 1)]
+
+
+def test_convnet5_is_table_1() -> None:
+    model = build("convnet5", input_shape=(3, 32, 32), classes=10)
+    assert [type(layer).__name__ for layer in model] == (
+        ["Conv2d", "BatchNorm2d", "ReLU", "AvgPool2d"] * 3
+        + ["Conv2d", "BatchNorm2d", "ReLU", "AdaptiveAvgPool2d", "Flatten", "Linear"]
+    )
+    sizes = [(32, 32, 32), (64, 16, 16), (64, 8, 8), (128, 4, 4)]
+    assert shapes_of_convolutions(model, torch.randn(2, 3, 32, 32)) == sizes
+
+
+def test_convnet5_without_batch_norm() -> None:
+    model = build("convnet5", input_shape=(3, 32, 32), classes=10, batch_norm=False)
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model)
+    assert sum(p.numel() for p in model.parameters()) == 131_466
+
+
+def test_resnet18_with_batch_norm_is_the_other_with_another_norm() -> None:
+    """Turned into GroupNorm it is resnet18-gn to the last weight; and the paper counts L = 62 in it."""
+    batch, group = (build(f"resnet18-{kind}", input_shape=(3, 16, 16), classes=10, seed=1) for kind in ("bn", "gn"))
+    assert len(list(batch.parameters())) == 62
+    x = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(batchnorm_to_groupnorm(batch)(x), group(x))
+
+
+@pytest.mark.parametrize("name", WITH_BATCH_NORM)
+def test_batch_norm_is_refused_where_each_record_is_clipped(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["--model", name, "--sampling", "partition", "--batch", "512", "--epochs", "1", "--threads", "1", "--quiet"]
+    assert main(["train", *args]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("privet: ") and said.count("\n") == 1
+    assert "BatchNorm2d" in said and "batchnorm_to_groupnorm" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["bn-lenet5", "convnet5"])
+def test_batch_norm_trains_by_batch_clipping_with_public_records(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["--model", name, "--method", "batch", "--public", "0.1", "--sampling", "partition", "--batch", "512"]
+    code = main(["train", *args, "--epochs", "1", "--threads", "1", "--quiet"])
+    assert code == 0, capsys.readouterr().err
+
+
+def test_convnet5_without_batch_norm_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text('[model]\nname = "convnet5"\nbatch_norm = false\n')
+    args = ["--sampling", "partition", "--batch", "512", "--epochs", "1", "--threads", "1", "--quiet"]
+    assert main(["train", "run.toml", *args]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("name", "shape"), [("mnist-cnn", (3, 32, 40)), ("cifar-cnn", (1, 8, 8)), ("resnet18-gn", (1, 8, 8))]
+    ("name", "shape"),
+    [
+        ("mnist-cnn", (3, 32, 40)),
+        ("cifar-cnn", (1, 8, 8)),
+        ("bn-lenet5", (3, 8, 29)),
+        ("bn-lenet5", (3, 32, 40)),
+        ("convnet5", (1, 8, 8)),
+        ("resnet18-gn", (1, 8, 8)),
+    ],
 )
 def test_other_image_sizes(name: str, shape: tuple[int, ...]) -> None:
     assert build(name, input_shape=shape, classes=4)(torch.randn(2, *shape)).shape == (2, 4)
@@ -119,9 +222,12 @@ def test_mlp_options() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
-        ("resnet", {}, "Unknown model 'resnet'.*mnist-cnn, cifar-cnn, resnet18-gn, mlp, transformer"),
+        ("resnet", {}, "Unknown model 'resnet'.*mnist-cnn, cifar-cnn, .*mlp, transformer"),
         ("mnist-cnn", {"input_shape": (1, 8, 8)}, r"\(1, 8, 8\) are too small for 'mnist-cnn'"),
         ("cifar-cnn", {"input_shape": (64,)}, "takes images"),
+        ("bn-lenet5", {"input_shape": (64,)}, "'bn-lenet5' takes images"),
+        ("convnet5", {"input_shape": (3, 7, 32)}, "too small for 'convnet5'"),
+        ("resnet18-bn", {"input_shape": (64,)}, "'resnet18-bn' takes images"),
         ("transformer", {"input_shape": (1, 8, 8)}, "sequences of tokens"),
         ("transformer", {"input_shape": (8,), "heads": 3}, "heads=3"),
         ("mlp", {"classes": 0}, "classes=0"),

@@ -18,6 +18,7 @@ from .randomness import ERROR
 from .report import Check
 
 _STEPS = 2000
+_EPOCHS_WITH_ONE_MORE = 20
 
 
 def check_sampling(rule: SamplingRule, relation: Relation, source: Source | None = None) -> list[Check]:
@@ -67,10 +68,11 @@ def _epoch(rule: SamplingRule, size: int, source: Source, key: bytes | None) -> 
 def _once_per_epoch(rule: SamplingRule, source: Source, present: npt.NDArray[np.bool_]) -> list[Check]:
     """Accounted without sampling, an epoch at a time: each record once in it, and nobody moved by another one."""
     times = present.sum(1)
-    key, size = rule.epoch_key(source), present.shape[2]
-    with_one_more = [sample[sample < size] for sample in _epoch_of(rule, size + 1, size, source, key)]
-    without = _epoch_of(rule, size, size, source, key)
-    moved = sum(not np.array_equal(a, b) for a, b in zip(with_one_more, without, strict=True))
+    size, moved = present.shape[2], 0
+    for key in [rule.epoch_key(source) for _ in range(_EPOCHS_WITH_ONE_MORE)]:
+        with_one_more = [sample[sample < size] for sample in _epoch_of(rule, size + 1, size, source, key)]
+        without = _epoch_of(rule, size, size, source, key)
+        moved += sum(not np.array_equal(a, b) for a, b in zip(with_one_more, without, strict=True))
     steps = present.reshape(-1, size).sum(1)
     expected, share = size / present.shape[1], 1 / present.shape[1]
     spread = float(((steps - expected) ** 2).sum()) / (size * share)  # multinomial in each epoch

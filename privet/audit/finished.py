@@ -94,6 +94,8 @@ def _data(folder: Path, config: TrainConfig) -> Data:
             test_fraction=config.test_fraction,
             validation=config.validation,
             bounds=None if config.bounds is None else {k: (v[0], v[1]) for k, v in config.bounds.items()},
+            users=config.users,
+            public=config.public,
             seed=config.seed,
         )
     except ConfigError as error:

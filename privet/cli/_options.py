@@ -95,7 +95,7 @@ def _add(group: Any, name: str, hint: Any, help: str, *, dest: str) -> None:
         options["action"] = argparse.BooleanOptionalAction
     else:
         choices = [str(v) for a in _alternatives(hint) if get_origin(a) is Literal for v in get_args(a)]
-        options["metavar"] = "|".join(choices) or ("N" if _is_number(hint) else name.upper())
+        options["metavar"] = "|".join([*choices, *["N"] * _is_number(hint)]) or name.upper()
     group.add_argument(flag(name), **options)
 
 

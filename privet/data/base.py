@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
@@ -33,45 +34,70 @@ class Data:
     input_shape: tuple[int, ...]
     description: str
     task: Literal["classification"] = "classification"
+    users: tuple[str, ...] | None = None
+    """Whose record each one of `train` is, where whole users are to be protected."""
+    public: TensorDataset | None = None
+    """Records that are not protected, for methods that learn from such."""
 
 
 def holdout(data: Data, fraction: float, seed: int = 0) -> Data:
     """Replace the test records by about `fraction` of the training records, to tune without the test set.
 
-    Formal guarantee: the 1-stability of `split`, from `data.train` to the new training set.
+    Formal guarantee: the 1-stability of `coins`, from `data.train` to the new training set.
     """
     # Records that are still here were kept by their earlier coins, so a round needs coins of its own.
     rounds = data.description.count(_FOR_VALIDATION)
-    x, y = data.train.tensors
-    train, test = split(x, y, fraction=fraction, key=f"{seed} validation {rounds}")
+    data, test = _take_out(data, fraction, f"{seed} validation {rounds}")
     description = f"{data.description} About {fraction:g} of the training records were {_FOR_VALIDATION}."
-    return replace(data, train=train, test=test, description=description)
+    return replace(data, test=test, description=description)
 
 
-def split(x: Tensor, y: Tensor, *, fraction: float, key: str) -> tuple[TensorDataset, TensorDataset]:
-    """Hold records out, each by its own coin with probability `fraction`: (the rest, those held out).
+def set_public(data: Data, fraction: float, seed: int = 0) -> Data:
+    """Take about `fraction` of the training records for public ones, which are neither trained on nor protected."""
+    data, public = _take_out(data, fraction, f"{seed} public")
+    description = f"{data.description} About {fraction:g} of the training records were taken for public."
+    return replace(data, public=public, description=description)
 
-    A record's coin is a hash under `key` of the record and of how many equal ones came before it.
 
-    Formal guarantee: the split is 1-stable. Adding, removing or replacing one record anywhere in the order
-    leaves every other record on its side (equal records being interchangeable), so a guarantee for the
+def _take_out(data: Data, fraction: float, key: str) -> tuple[Data, TensorDataset]:
+    x, y = data.train.tensors
+    out = coins(x, y, fraction=fraction, key=key, users=data.users)
+    users = (
+        None if data.users is None else tuple(u for u, gone in zip(data.users, out.tolist(), strict=True) if not gone)
+    )
+    return replace(data, train=TensorDataset(x[~out], y[~out]), users=users), TensorDataset(x[out], y[out])
+
+
+def coins(x: Tensor, y: Tensor, *, fraction: float, key: str, users: Sequence[str] | None = None) -> Tensor:
+    """Which records to hold out, each by its own coin with probability `fraction`, or each user by one.
+
+    A record's coin is a hash under `key` of the record and of how many equal ones came before it; a user's is one of
+    the user's id.
+
+    Formal guarantee: the split is 1-stable. Adding, removing or replacing one record (or user) anywhere in the order
+    leaves every other one on its side (equal records being interchangeable), so a guarantee for the
     records trained on is one for all of them. A seeded shuffle does not have this: one record more moves
     all the others.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"The fraction of records to hold out must be between 0 and 1, not {fraction!r}.")
     digest_key = blake2b(key.encode()).digest()
-    earlier: Counter[bytes] = Counter()
-    coins: list[bool] = []
-    for a, b in zip(x.numpy(), y.numpy(), strict=True):
-        record = blake2b(a.tobytes() + b.tobytes(), key=digest_key).digest()
-        coin = blake2b(record + earlier[record].to_bytes(8), digest_size=8, key=digest_key).digest()
-        coins.append(int.from_bytes(coin) < fraction * 2.0**64)
-        earlier[record] += 1
-    if all(coins) or not any(coins):
+    found: list[bool] = []
+    for name in users if users is not None else _names(x, y, digest_key):
+        coin = blake2b(name.encode() if isinstance(name, str) else name, digest_size=8, key=digest_key).digest()
+        found.append(int.from_bytes(coin) < fraction * 2.0**64)
+    if all(found) or not any(found):
         raise ConfigError(
-            f"{len(coins)} records are too few to hold out {fraction:g} of them and train on the rest; "
+            f"{len(found)} records are too few to hold out {fraction:g} of them and train on the rest; "
             "change the fraction or the seed."
         )
-    out = torch.tensor(coins)
-    return TensorDataset(x[~out], y[~out]), TensorDataset(x[out], y[out])
+    return torch.tensor(found)
+
+
+def _names(x: Tensor, y: Tensor, key: bytes) -> Iterator[bytes]:
+    """What tells a record from the others: its content, and how many equal ones came before."""
+    earlier: Counter[bytes] = Counter()
+    for a, b in zip(x.numpy(), y.numpy(), strict=True):
+        record = blake2b(a.tobytes() + b.tobytes(), key=key).digest()
+        yield record + earlier[record].to_bytes(8)
+        earlier[record] += 1

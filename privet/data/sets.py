@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from privet.data import images, tables
-from privet.data.base import Data, holdout
+from privet.data.base import Data, holdout, set_public
 from privet.errors import ConfigError
 
 SETS: dict[str, Callable[[Path | None], Data]] = {
@@ -25,13 +25,16 @@ def load(
     test_fraction: float = 0.2,
     validation: float | None = None,
     bounds: Mapping[str, tuple[float, float]] | None = None,
+    users: str | None = None,
+    public: float | None = None,
     seed: int = 0,
 ) -> Data:
     """Load the data set `name`: one of SETS, or the path of a table (CSV, TSV or Parquet).
 
-    `data_dir` is where the files of a named set are. `target`, `test_fraction` and `bounds` are for tables
-    (see `privet.data.tables.load_table`); the named sets have a fixed test set. With `validation` the test
-    records are replaced by that fraction of the training records (see `holdout`), to tune without them.
+    `data_dir` is where the files of a named set are. `target`, `test_fraction`, `bounds` and `users` are for
+    tables (see `privet.data.tables.load_table`); the named sets have a fixed test set. With `validation` the test
+    records are replaced by that fraction of the training records (see `holdout`), to tune without them; with
+    `public` that fraction of the training records is set apart as public.
 
     Formal guarantee: how a record is encoded does not depend on any other record.
     """
@@ -40,14 +43,17 @@ def load(
         path = Path(name)
         if folder is not None and not path.exists():
             path = folder / name
-        data = tables.load_table(path, target=target, test_fraction=test_fraction, seed=seed, bounds=bounds)
+        data = tables.load_table(
+            path, target=target, test_fraction=test_fraction, seed=seed, bounds=bounds, users=users
+        )
     elif name not in SETS:
         raise ConfigError(
             f"Unknown data set {name!r}. Choose one of {', '.join(SETS)}, or give the path of a table "
             f"({', '.join(tables.SUFFIXES)})."
         )
-    elif target is not None or bounds:
-        raise ConfigError(f"target and bounds are for tables; the data set {name!r} has its own.")
+    elif target is not None or bounds or users is not None:
+        raise ConfigError(f"target, bounds and users are for tables; the data set {name!r} has its own.")
     else:
         data = SETS[name](folder)
-    return data if validation is None else holdout(data, validation, seed)
+    data = data if validation is None else holdout(data, validation, seed)
+    return data if public is None else set_public(data, public, seed)

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
 
-from privet.data.base import Data, split
+from privet.data.base import Data, coins
 from privet.errors import ConfigError
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
@@ -43,6 +44,7 @@ def load_table(
     test_fraction: float,
     seed: int,
     bounds: Mapping[str, tuple[float, float]] | None = None,
+    users: str | None = None,
 ) -> Data:
     """Read a table, encode its columns, and hold out about `test_fraction` of its rows.
 
@@ -50,9 +52,10 @@ def load_table(
       them and mapped to [-1, 1]; then a column that is 1 where the value is missing (and the number 0).
     - Any other column becomes 16 numbers of size 1/4, whose signs hash the column's name and the value.
     - The classes are the values of `target`.
+    - The column `users` says whose row each is; it is no input, and all rows of a user are held out or none.
 
     Formal guarantee: with the columns' names and types and the set of target labels public, each row of the
-    result is a function of that row alone, and the split is 1-stable (see `privet.data.base.split`). No mean,
+    result is a function of that row alone, and the split is 1-stable (see `privet.data.base.coins`). No mean,
     range or vocabulary of a column is used.
     """
     table = _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_csv(path)
@@ -61,7 +64,10 @@ def load_table(
         raise ConfigError(
             f"{wrong} in {path}: name the column to predict with target (--target), one of {', '.join(table.columns)}."
         )
-    features = {name: cells for name, cells in table.columns.items() if name != target}
+    if users is not None and (users not in table.columns or users == target):
+        wrong = "is the target" if users == target else f"is not a column of {path}"
+        raise ConfigError(f"users is {users!r}, which {wrong}: name the column that says whose row each is.")
+    features = {name: cells for name, cells in table.columns.items() if name not in (target, users)}
     if not features:
         raise ConfigError(f"{path} has no column besides the target {target!r}.")
     if not table.places:
@@ -72,11 +78,14 @@ def load_table(
     x = np.concatenate([_encoded(name, cells, bounds.pop(name, None)) for name, cells in features.items()], axis=1)
     if bounds:
         raise ConfigError(f"bounds names {', '.join(map(repr, bounds))}, not a column of {path} to learn from.")
-    train, test = split(torch.from_numpy(x), torch.from_numpy(y), fraction=test_fraction, key=f"{seed} test")
+    ids = None if users is None else table.columns[users]
+    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+    out = coins(inputs, targets, fraction=test_fraction, key=f"{seed} test", users=ids)
     return Data(
         name=path.name,
-        train=train,
-        test=test,
+        train=TensorDataset(inputs[~out], targets[~out]),
+        test=TensorDataset(inputs[out], targets[out]),
+        users=None if ids is None else tuple(u for u, gone in zip(ids, out.tolist(), strict=True) if not gone),
         classes=len(labels),
         labels=labels,
         input_shape=(x.shape[1],),

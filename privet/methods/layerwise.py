@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..noise import Allocation
 from .base import option, register
 from .per_example import PerExample
-from .thresholds import Groups
+from .thresholds import WHAT_GROUPS_ARE, Groups
 
 
 @register
@@ -27,5 +27,5 @@ class Layerwise(PerExample):
     name = "layerwise"
     summary = "clip each layer of each record's gradient by itself, with thresholds that may be learned"
 
-    groups: Groups | None = option("layer", "what is clipped apart (see per-example)")
+    groups: Groups | None = option("layer", WHAT_GROUPS_ARE)
     allocation: Allocation = option("proportional", "how noise is shared between groups")

@@ -28,6 +28,10 @@ from ..noise import Allocation
 from .base import Method, ParameterGroup, Setting, option, positive, trainable
 
 Groups = Literal["layer", "block", "parameter"] | int | Mapping[str, Sequence[str]]
+WHAT_GROUPS_ARE = (
+    "what is clipped apart: every layer, block or parameter, or a number of groups of similar norm (by public records); "
+    "in TOML and Python also named groups, each with patterns of parameter names"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +39,7 @@ class Clipping(Method):
     """The options that all methods with thresholds have in common."""
 
     clip: float | Mapping[str, float] = option(1.0, "norm C of the clip")
-    groups: Groups | None = option(
-        None,
-        "what is clipped apart: every layer, block or parameter; a number of groups of similar norm (by public "
-        "records); in TOML and Python also named groups, each with patterns of parameter names",
-    )
+    groups: Groups | None = option(None, WHAT_GROUPS_ARE)
     thresholds: Literal["fixed", "alc", "zhang"] = option(
         "fixed", "C of each group: the same, C·e/max e, or C·e, with e its mean norm on public records"
     )

@@ -48,6 +48,12 @@ class TrainConfig:
     validation: float | None = _option(
         None, _DATA, "measure on this part of the training records, held out of training, and not on the test set"
     )
+    public: float | None = _option(
+        None, _DATA, "part of the training records that counts as public: not trained on, not protected", preset=True
+    )
+    users: str | None = _option(
+        None, _DATA, "column of the file that says whose row each is: whole users are protected (--record-groups user)"
+    )
     records: int | None = _option(
         None, _DATA, "public number of training records; if not stated, it is counted in the data and counts as public"
     )
@@ -81,7 +87,10 @@ class TrainConfig:
     optimizer: Literal["sgd", "adam"] = _option("sgd", _MODEL, "optimizer", preset=True)
     lr: float | None = _option(None, _MODEL, "learning rate", otherwise="0.5 (sgd) or 0.002 (adam)", preset=True)
     momentum: float = _option(0.9, _MODEL, "momentum of sgd", preset=True)
-    schedule: Literal["constant", "cosine"] = _option("constant", _MODEL, "learning rate over time", preset=True)
+    schedule: Literal["constant", "cosine", "decay"] = _option(
+        "constant", _MODEL, "learning rate over time; decay: times --lr-decay after each epoch", preset=True
+    )
+    lr_decay: float = _option(0.9, _MODEL, "what decay multiplies the learning rate by", preset=True)
     ema: float | None = _option(
         None, _MODEL, "decay of the running mean of the weights that is measured and released", preset=True
     )
@@ -109,6 +118,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} must be a positive number, and is {value!r}.")
+        if not 0 < self.lr_decay <= 1:
+            raise ConfigError(f"lr_decay must be above 0 and at most 1, and is {self.lr_decay!r}.")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum must be at least 0 and below 1, and is {self.momentum!r}.")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -158,7 +169,7 @@ def settle(config: TrainConfig, data: Data) -> TrainConfig:
 
     The batch and delta follow the public number of records, which the privacy statement names as such.
     """
-    records = config.records or len(data.train)
+    records = config.records or (len(data.train) if data.users is None else len(set(data.users)))
     epsilon = 3.0 if config.epsilon is None and config.noise is None else config.epsilon
     open_ended = config.steps is None and config.epochs is None and (epsilon is None or config.noise is None)
     name = config.data if config.data in SETS or not Path(config.data).exists() else str(Path(config.data).absolute())

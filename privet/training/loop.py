@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from ..accounting import Guarantee, epsilon
@@ -112,12 +112,15 @@ def train(
         test_fraction=config.test_fraction,
         validation=config.validation,
         bounds=None if config.bounds is None else {k: _pair(k, v) for k, v in config.bounds.items()},
+        users=config.users,
+        public=config.public,
         seed=config.seed,
     )
     config = settle(config, data)
     budget, sampling, model = _budget(config), _sampling(config), _model(config, data)
     method = make_method(config.method, **config.method_options)
-    sampling.check(config.records or len(data.train), config.relation)
+    units = len(data.train) if data.users is None else len(set(data.users))
+    sampling.check(config.records or units, config.relation)
     place = Place(config, data, resume)
     run: Run | None = None
     try:
@@ -135,6 +138,8 @@ def train(
             seed=config.seed if config.noise_level == "seeded" else None,
             physical_batch=config.physical_batch or "auto",
             loader_options={"num_workers": config.workers, "collate_fn": _collate},
+            users=data.users,
+            public=None if data.public is None else _Records(data.public),
             run_id=place.run_id,
         ) as run:
             place.write_start(replace(config, ledger=str(ledger.path)))
@@ -197,7 +202,7 @@ class _Training:
         self.loss: float | None = None
         self.images = any(p.dim() == 4 for p in run.model.parameters())
         self.optimizer = _optimizer(config, run.model)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _schedule(config, run.plan.steps))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _schedule(config, run))
         self.stateful: dict[str, Any] = {"optimizer": self.optimizer, "scheduler": self.scheduler}
         self.average = None if config.ema is None else _average(run.model, config, self.data)
         if self.average is not None:
@@ -289,7 +294,10 @@ class _Training:
     @torch.no_grad()
     def _measure(self) -> tuple[float, float]:
         """Accuracy and mean loss on the held-out records."""
-        model = self.released.eval()
+        model = self.released
+        if self.data.public is not None:  # BatchNorm's statistics, of these weights and public records only
+            update_bn([self._laid_out(x) for x in torch.split(self.data.public.tensors[0], _EVALUATION_BATCH)], model)
+        model.eval()
         right, loss = 0, 0.0
         x, y = self.data.test.tensors
         for xs, ys in zip(torch.split(x, _EVALUATION_BATCH), torch.split(y, _EVALUATION_BATCH), strict=True):
@@ -397,9 +405,12 @@ def _optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum)
 
 
-def _schedule(config: TrainConfig, steps: int) -> Callable[[int], float]:
+def _schedule(config: TrainConfig, run: Run) -> Callable[[int], float]:
+    steps, epoch = run.plan.steps, len(run.loader)
     if config.schedule == "constant":
         return lambda _: 1.0
+    if config.schedule == "decay":
+        return lambda step: config.lr_decay ** (step // epoch)
     return lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
 
