@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import psutil
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
@@ -331,10 +331,12 @@ class Run:
         """
         if self.public is None:
             raise ConfigError("There are no public records to go through: make the Run with public=….")
-        with self.session.learning():
-            for batch, _ in self._public_batches():
-                yield batch
-        self.session.learned()
+        try:
+            with self.session.learning():
+                for batch, _ in self._public_batches():
+                    yield batch
+        finally:
+            self.session.learned()
 
     def _chunks(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Iterator[tuple[Any, Chunk]]:
         """The chunks of the next sample, with a note of what the model's buffers were before it."""
@@ -551,8 +553,12 @@ def _records_of(users: Sequence[Hashable], size: int) -> list[Sample]:
     """The positions of each user's records, users in order of their first record."""
     if len(users) != size:
         raise ConfigError(f"There are {size} records and {len(users)} users: give one id for each record.")
+    if isinstance(users, Tensor):  # whose elements are all different keys of a dict
+        users = users.tolist()
     found: dict[Hashable, list[int]] = {}
     for position, user in enumerate(users):
+        if not isinstance(user, Hashable) or user != user:
+            raise ConfigError(f"The user of record {position} is {user!r}: give a number or a name for each record.")
         found.setdefault(user, []).append(position)
     return [np.array(positions, dtype=np.int64) for positions in found.values()]
 
@@ -574,7 +580,7 @@ def _unwrapped(dataset: Dataset[Any]) -> tuple[Dataset[Any], set[int] | None]:
     """The data set below any `Subset`, and which of its items are meant (None: all)."""
     indices: list[int] | None = None
     while isinstance(dataset, Subset):
-        here = list(dataset.indices)
+        here = [int(i) for i in dataset.indices]  # a tensor's elements would never be equal to each other
         indices = here if indices is None else [here[i] for i in indices]
         dataset = dataset.dataset
     return dataset, None if indices is None else set(indices)

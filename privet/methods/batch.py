@@ -63,7 +63,6 @@ class Batch(Clipping):
 
     name = "batch"
     summary = "clip the mean gradient of a group of records to norm C (BatchNorm may use batch statistics)"
-    records_must_be_independent = False
 
     record_groups: int | Literal["each", "user"] = option(
         1, "groups that a sample is split into by coin: a number (1 clips the whole batch), each record, or each user"
@@ -92,6 +91,10 @@ class Batch(Clipping):
             raise ConfigError("local_momentum must be at least 0 and below 1, and belongs to local_optimizer SGD.")
         if self.sparsify and self.factors:
             raise ConfigError("sparsify and factors cannot be had together: drop one of them.")
+
+    @property
+    def records_must_be_independent(self) -> bool:  # type: ignore[override]
+        return self.record_groups == "each"
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
         if (self.record_groups == "user") != (setting.unit == "user"):
@@ -127,7 +130,9 @@ class _BatchSession(Session):
         self.scale = 1.0 if method.record_groups == "user" else setting.batch / int(method.record_groups)
         self._all = dict(model.named_parameters())
         self.thresholds = Thresholds(method, model, setting)
-        self._statistics = [layer for layer in model.modules() if getattr(layer, "running_mean", None) is not None]
+        self._statistics = [
+            layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+        ]
         _refuse_unsafe_layers(model, self.public)
         self._listening = False
         self._learning = False
@@ -155,6 +160,9 @@ class _BatchSession(Session):
         before, self._listening = self._listening, True
         try:
             yield
+        except BaseException:
+            self._leave_local()  # the weights of the middle of a group are private
+            raise
         finally:
             self._listening = before
             changed = buffers.restore()
@@ -173,13 +181,17 @@ class _BatchSession(Session):
 
     def begin(self) -> None:
         self._refuse_changes()
-        if self._local is not None:  # a step that was left in the middle of a group
-            self._local.restore()
-            self._local = None
+        self._leave_local()
         _refuse_unsafe_layers(self.model, self.public)  # layers may have been switched to training mode
         self.thresholds.begin()
         self._frozen.hold(self.groups)
         self._begin_unit()
+
+    def _leave_local(self) -> None:
+        """Takes back what the local steps of a group have done so far."""
+        if self._local is not None:
+            self._local.restore()
+            self._local = None
 
     def _begin_unit(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -208,8 +220,7 @@ class _BatchSession(Session):
             self._local = _LocalSteps(self.method, {n: p for n, p in self._all.items() if p.requires_grad})
         if self._local.step(means):
             change = self._local.change()
-            self._local.restore()
-            self._local = None
+            self._leave_local()
             self._clip_and_add(change)
 
     def _clip_and_add(self, vector: Mapping[str, Tensor]) -> None:
@@ -245,6 +256,7 @@ class _BatchSession(Session):
     # Public records
 
     def begin_epoch(self, number: int) -> None:
+        self._learning = False  # a pass over public records that was left begins anew
         self.thresholds.begin_epoch(number)
 
     def wants_public(self) -> bool:
@@ -256,10 +268,10 @@ class _BatchSession(Session):
         if not self._learning:
             self._learning = True
             for layer in self._statistics:
-                layer.reset_running_stats()  # type: ignore[operator]
+                layer.reset_running_stats()
         before = [(layer, layer.training, layer.momentum) for layer in self._statistics]
         for layer in self._statistics:
-            layer.training, layer.momentum = True, None  # type: ignore[assignment]
+            layer.training, layer.momentum = True, None
         try:
             yield
         finally:
@@ -281,9 +293,10 @@ class _BatchSession(Session):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.thresholds.load_state(state)
-        self._frozen.load_state(state.get("frozen", {}))
+        self._frozen.load_state(state.get("frozen", {}), self._all)
 
     def close(self) -> None:
+        self._leave_local()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -366,8 +379,12 @@ class _Frozen:
         self.window = window
         self._values: dict[str, Tensor] = {}
         self._masks: dict[str, Tensor] = {}
+        self._begin_window()
+
+    def _begin_window(self) -> None:
         self._gradients: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
+        self._variances: dict[str, float] = {}
         self._steps = 0
 
     def without(self, name: str, part: Tensor) -> Tensor:
@@ -386,27 +403,37 @@ class _Frozen:
         """Takes the noisy sums of a step; every R steps it is decided who has arrived."""
         if not self.window:
             return
+        if gradients.keys() != self._gradients.keys():  # layers were frozen or thawed by the user
+            self._begin_window()
         for name, noisy in gradients.items():
             self._gradients[name] = self._gradients.get(name, 0) + noisy
             self._weights[name] = self._weights.get(name, 0) + weights[name].detach()
+            self._variances[name] = self._variances.get(name, 0.0) + stds[name] ** 2
             if name in self._masks:
                 noisy.masked_fill_(self._masks[name], 0)
         self._steps += 1
         if self._steps < self.window:
             return
         for name, total in self._gradients.items():
-            arrived = total.abs() <= stds[name] * math.sqrt(self._steps)
+            arrived = total.abs() <= math.sqrt(self._variances[name])
             before = self._masks.get(name, torch.zeros_like(arrived))
             mean = self._weights[name] / self._steps
             self._values[name] = torch.where(before, self._values.get(name, mean), mean)
             self._masks[name] = before | arrived
-        self._gradients, self._weights, self._steps = {}, {}, 0
+        self._begin_window()
 
     def state(self) -> dict[str, Any]:
-        return {"values": dict(self._values), "masks": dict(self._masks)}
+        window = {"gradients": self._gradients, "weights": self._weights, "variances": self._variances}
+        kept = {"values": self._values, "masks": self._masks, **window}
+        return {"steps": self._steps, **{name: dict(held) for name, held in kept.items()}}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._values, self._masks = dict(state.get("values", {})), dict(state.get("masks", {}))
+    def load_state(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+        def placed(name: str) -> dict[str, Tensor]:
+            return {n: held.to(parameters[n].device) for n, held in state.get(name, {}).items()}
+
+        self._values, self._masks = placed("values"), placed("masks")
+        self._gradients, self._weights = placed("gradients"), placed("weights")
+        self._variances, self._steps = dict(state.get("variances", {})), int(state.get("steps", 0))
 
 
 class _Buffers:
@@ -442,7 +469,8 @@ def _bits(tensor: Tensor) -> Tensor:
 def _refuse_unsafe_layers(model: nn.Module, public: bool) -> None:
     for name, layer in model.named_modules():
         described = f"Layer '{name or 'the model'}' ({type(layer).__name__})"
-        if not public and layer.training and getattr(layer, "running_mean", None) is not None:
+        estimated = public and isinstance(layer, _BatchNorm)
+        if not estimated and layer.training and getattr(layer, "running_mean", None) is not None:
             raise Refused(
                 f"{described} keeps running statistics, which would carry private records into the released model. "
                 "Give the run public records to estimate them on (public=…; privet train --public 0.1), turn it into "

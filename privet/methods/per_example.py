@@ -172,8 +172,9 @@ class _PerExampleSession(Session):
 
     def learn(self, losses: Tensor) -> None:
         gradients = self.recorder.backward(losses)
-        squares = {name: gradient.squared_norms for name, gradient in gradients.items()}
-        self.thresholds.learn(part_norms(self.thresholds.parts, squares))
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+            squares = {name: gradient.squared_norms for name, gradient in gradients.items()}
+            self.thresholds.learn(part_norms(self.thresholds.parts, squares))
 
     def learned(self) -> None:
         self.thresholds.learned()

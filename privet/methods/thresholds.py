@@ -29,8 +29,8 @@ from .base import Method, ParameterGroup, Setting, option, positive, trainable
 
 Groups = Literal["layer", "block", "parameter"] | int | Mapping[str, Sequence[str]]
 WHAT_GROUPS_ARE = (
-    "what is clipped apart: every layer, block or parameter, or a number of groups of similar norm (by public records); "
-    "in TOML and Python also named groups, each with patterns of parameter names"
+    "what is clipped apart: every layer, block or parameter, or a number of groups of similar norm (by public "
+    "records); in TOML and Python also named groups, each with patterns of parameter names"
 )
 
 
@@ -56,7 +56,7 @@ class Clipping(Method):
             raise ConfigError(f"thresholds must be 'fixed', 'alc' or 'zhang', and is {self.thresholds!r}.")
         if isinstance(self.groups, bool) or (isinstance(self.groups, int) and self.groups < 1):
             raise ConfigError(f"groups must be at least 1, and is {self.groups!r}.")
-        if isinstance(self.groups, str) and self.groups not in ("layer", "block", "parameter"):
+        if self.groups not in (None, "layer", "block", "parameter") and not isinstance(self.groups, int | Mapping):
             raise ConfigError(f"groups must be 'layer', 'block', 'parameter' or a number, and is {self.groups!r}.")
         if self.learns and self.groups is None:
             raise ConfigError(
@@ -85,9 +85,17 @@ class Thresholds:
                 "(privet train --public), or use thresholds='fixed'."
             )
         self._norms: dict[str, float] | None = None
+        self._first: dict[str, float] = {}
+        """The norms that numbered groups were made by: the first ones, so that groups stay what they are."""
         self._seen: dict[str, list[float]] = {}
         self._epoch = 0
         self._group()
+        if empty := set(method.groups if isinstance(method.groups, Mapping) else ()) - set(self.parts):
+            raise ConfigError(f"No trainable parameter matches the patterns of group '{min(empty)}'.")
+        if isinstance(method.groups, int) and method.groups > len(self.parts):
+            raise ConfigError(
+                f"groups is {method.groups}, and the model has {len(self.parts)} layers with parameters: choose fewer."
+            )
 
     # What is where
 
@@ -99,7 +107,7 @@ class Thresholds:
         if self.method.factors:
             homes = dict.fromkeys(self.parts, "all")
         elif isinstance(self.method.groups, int):
-            homes = _similar(self._norms or dict.fromkeys(self.parts, 1.0), self.method.groups)
+            homes = _similar({part: self._first.get(part, 0.0) for part in self.parts}, self.method.groups)
         members: dict[str, dict[str, nn.Parameter]] = {}
         for part, names in self.parts.items():
             members.setdefault(homes[part], {}).update({name: parameters[name] for name in names})
@@ -111,14 +119,16 @@ class Thresholds:
         """Sums of zero; groups anew if layers were frozen or thawed since."""
         grouped = {name for group in self.groups for name in group.parameters}
         if grouped != {name for name, p in self._all.items() if p.requires_grad}:
+            before = self.clips
             self._group()
+            self.clips |= {group: clip for group, clip in before.items() if group in self.clips}
         for group in self.groups:
             group.total.zero_()
 
     # Thresholds
 
     def begin_epoch(self, number: int) -> None:
-        self._epoch = number
+        self._epoch, self._seen = number, {}
         self._set()
 
     def _set(self) -> None:
@@ -136,10 +146,10 @@ class Thresholds:
         if method.factors:
             self.factors = {part: largest / max(norm, floor) for part, norm in norms.items()}
         elif method.thresholds != "fixed":
-            over = largest if method.thresholds == "alc" else 1.0
-            for group in self.groups:
-                mine = [norms[part] for part in self.parts if self.homes[part] == group.name]
-                self.clips[group.name] *= max(math.hypot(*mine), floor) / over
+            sizes = {g.name: math.hypot(*(norms[p] for p in self.parts if self.homes[p] == g.name)) for g in self.groups}
+            over = max(sizes.values()) if method.thresholds == "alc" else 1.0
+            for group, size in sizes.items():
+                self.clips[group] *= max(size, floor) / over
 
     @property
     def scales(self) -> dict[str, float] | None:
@@ -161,10 +171,11 @@ class Thresholds:
     def learned(self) -> None:
         first, seen = self._norms is None, self._seen
         self._seen = {}
-        if not self.method.learns or not any(seen.values()):
+        if not self.method.learns or not seen:
             return
         self._norms = {part: sum(found) / len(found) for part, found in seen.items() if found}
         if first and isinstance(self.method.groups, int):
+            self._first = self._norms
             self._group()
         else:
             self._set()
@@ -172,10 +183,10 @@ class Thresholds:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        return {"clips": dict(self.clips), "norms": self._norms, "epoch": self._epoch}
+        return {"clips": dict(self.clips), "norms": self._norms, "first": self._first, "epoch": self._epoch}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._norms = state.get("norms")
+        self._norms, self._first = state.get("norms"), state.get("first", {})
         self._epoch = int(state.get("epoch", 0))
         self._group()
         clips = state.get("clips", {})
@@ -210,22 +221,19 @@ def _parts(model: nn.Module, parameters: Mapping[str, nn.Parameter], groups: Gro
         return {"all": list(parameters)}
     found: dict[str, list[str]] = {}
     if isinstance(groups, Mapping):
+        patterns = {group: [wanted] if isinstance(wanted, str) else wanted for group, wanted in groups.items()}
         found = {group: [] for group in groups}
         for name in parameters:
-            home = next((g for g, wanted in groups.items() if any(fnmatchcase(name, w) for w in wanted)), None)
+            home = next((g for g, wanted in patterns.items() if any(fnmatchcase(name, w) for w in wanted)), None)
             if home is None:
                 raise ConfigError(f"No group has a pattern that matches parameter '{name}'. Add one, for example '*'.")
             found[home].append(name)
-        if empty := [group for group, names in found.items() if not names]:
-            raise ConfigError(f"No trainable parameter matches the patterns of group '{min(empty)}'.")
-        return found
+        return {group: names for group, names in found.items() if names}
     for name in parameters:
         layer, _, _ = name.rpartition(".")
         block, _, _ = layer.rpartition(".")
         home = {"parameter": name, "block": block or layer}.get(str(groups), layer)
         found.setdefault(home or "the model", []).append(name)
-    if isinstance(groups, int) and groups > len(found):
-        raise ConfigError(f"groups is {groups}, and the model has {len(found)} layers with parameters: choose fewer.")
     return found
 
 
