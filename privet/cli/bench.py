@@ -8,13 +8,25 @@ import json
 NAME = "bench"
 HELP = "step time and memory against ordinary training"
 
-DEFAULT_BATCHES = {"mnist-cnn": 512, "cifar-cnn": 256, "mlp": 8192, "resnet18-gn": 64, "transformer": 32}
+DEFAULT_BATCHES = {
+    "mnist-cnn": 512,
+    "cifar-cnn": 256,
+    "mlp": 8192,
+    "resnet18-gn": 64,
+    "transformer": 32,
+    "bn-lenet5": 64,
+    "convnet5": 64,
+    "resnet18-bn": 64,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="mnist-cnn", help="one of %(choices)s", choices=list(DEFAULT_BATCHES))
     parser.add_argument("--batch", type=int, help="records per step (default: a common one for the model)")
     parser.add_argument("--method", default="per-example", help="which method (default: %(default)s)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the method, say groups=layer"
+    )
     parser.add_argument("--repetitions", type=int, default=15, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads for torch (default: its own choice)")
     parser.add_argument("--keep-memory", action="store_true", help="keep freed memory in both, as privet train does")
@@ -25,12 +37,12 @@ def main(args: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415
 
     from ..bench import Case, measure  # noqa: PLC0415
-    from ..methods import method  # noqa: PLC0415
+    from ._options import method_from  # noqa: PLC0415
 
     if args.threads:
         torch.set_num_threads(args.threads)
     case = Case(model=args.model, batch=DEFAULT_BATCHES[args.model] if args.batch is None else args.batch)
-    result = measure(case, method(args.method), repetitions=args.repetitions, keep_memory=args.keep_memory)
+    result = measure(case, method_from(args.method, args.option), repetitions=args.repetitions, keep_memory=args.keep_memory)
     if args.json:
         print(json.dumps(result))
         return 0
