@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -105,8 +106,12 @@ class Run:
     ) -> None:
         self._users = None if users is None else _records_of(users, _length(dataset))
         self.size = _length(dataset) if self._users is None else len(self._users)
-        if self._users is not None:
-            unit = "user" if unit == "record" else unit
+        if (method.unit == "user") != (users is not None):
+            raise ConfigError(
+                "A run over users needs a method that bounds users, and the other way round: give the run users=… (one "
+                "id for each record) and take Batch(record_groups='user')."
+            )
+        unit = "user" if users is not None and unit == "record" else unit
         if records is not None and records < 1:
             raise ConfigError(f"records must be at least 1, and is {records!r}.")
         self.records, self.records_stated = records or self.size, records is not None
@@ -138,7 +143,6 @@ class Run:
             batch=sampling.batch,
             noise_multiplier=self._rules.noise_multiplier,
             relation=relation,
-            unit="record" if self._users is None else "user",
             public=public is not None,
         )
         self._ledger, self._own_ledger = _open(ledger)
@@ -553,11 +557,10 @@ def _records_of(users: Sequence[Hashable], size: int) -> list[Sample]:
     """The positions of each user's records, users in order of their first record."""
     if len(users) != size:
         raise ConfigError(f"There are {size} records and {len(users)} users: give one id for each record.")
-    if isinstance(users, Tensor):  # whose elements are all different keys of a dict
-        users = users.tolist()
     found: dict[Hashable, list[int]] = {}
-    for position, user in enumerate(users):
-        if not isinstance(user, Hashable) or user != user:
+    for position, given in enumerate(users):
+        user = given.item() if isinstance(given, Tensor) else given  # tensors are never the same key of a dict
+        if not isinstance(user, Hashable) or (isinstance(user, float) and math.isnan(user)):
             raise ConfigError(f"The user of record {position} is {user!r}: give a number or a name for each record.")
         found.setdefault(user, []).append(position)
     return [np.array(positions, dtype=np.int64) for positions in found.values()]

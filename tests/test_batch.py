@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privet import Budget, ConfigError, FixedSize, PerExample, Poisson, Refused, Run, method
-from privet.methods import Query, Session, Setting
+from privet.methods import Query, Sensitivity, Session, Setting
 from privet.methods.batch import Batch
 from privet.noise import Source
 from privet.sampling import Sample
@@ -465,3 +466,416 @@ def test_empty_samples_release_too_and_replacing_is_accounted() -> None:
     fixed["budget"] = Budget(noise=1.0, steps=3, delta=1e-5)
     stds = [Run(model, dataset, method=m, **fixed).statement()["groups"] for m in (Batch(), PerExample())]
     assert [g[0]["noise_std"] for g in stds] == pytest.approx([20.0, 2.0])
+
+
+# Users, public records, local steps and frozen weights
+
+
+def linear(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def with_statistics() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def running(model: nn.Module, chosen: Batch, dataset: TensorDataset | None = None, **options: Any) -> Run:
+    """Without noise, on 40 records in expected samples of 10."""
+    settings: dict[str, Any] = {"sampling": Poisson(batch=10), "noise_level": "seeded", "seed": 0}
+    settings["budget"] = Budget(noise=0.0, steps=100, delta=1e-5)
+    return Run(model, problem(40) if dataset is None else dataset, method=chosen, **settings | options)
+
+
+def release(run: Run, sample: Iterable[int], losses: Losses = entropy) -> dict[str, Tensor]:
+    """The sums of a step on this sample, by parameter."""
+    private = run.step_on(np.array(list(sample), dtype=np.int64))
+    for batch in private:
+        private.backward(losses(run.model, *batch))
+    return {n: p.grad.double() * run.sampling.batch for n, p in run.model.named_parameters() if p.grad is not None}
+
+
+def flat(parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([part.double().flatten() for part in parts.values()])
+
+
+def clipped(vector: Tensor, clip: float) -> Tensor:
+    return vector * min(1.0, clip / float(vector.norm()))
+
+
+def mean_gradient(model: nn.Module, records: Any, dataset: TensorDataset | None = None) -> Tensor:
+    x, y = (problem(40) if dataset is None else dataset).tensors
+    found = torch.autograd.grad(entropy(model, x[records], y[records]).mean(), list(model.parameters()))
+    return torch.cat([g.double().flatten() for g in found])
+
+
+def test_each_layer_of_a_groups_vector_is_clipped_by_itself() -> None:
+    model, clips = linear(), {"0": 0.02, "2": 0.05}
+    with running(model, Batch(clip=clips, groups="layer", record_groups=2)) as run:
+        run.source.integers = lambda count, bound: np.arange(count) % bound  # type: ignore[method-assign]
+        found = release(run, range(10))
+        assert {q.name: q.sensitivity for q in run.session.finish()} == {
+            g: Sensitivity(add_remove=2 * c * 10 / 2, replace_one=2 * c * 10 / 2) for g, c in clips.items()
+        }
+    first, second = (mean_gradient(model, range(start, 10, 2)) for start in (0, 1))
+    parts = [(slice(0, 28), 0.02), (slice(28, 38), 0.05)]
+    expected = torch.cat([clipped(first[part], c) + clipped(second[part], c) for part, c in parts]) * 10 / 2
+    close(flat(found), expected)
+
+
+# Users
+
+
+USERS = [(7 * i) % 11 for i in range(40)]
+"""Eleven users with interleaved records, in order of their first: 0, 7, 3, 10, 6, …"""
+
+
+def of_user(user: int) -> list[int]:
+    return [i for i, u in enumerate(USERS) if u == user]
+
+
+@pytest.mark.parametrize("physical", [2, 100])
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_users_are_clipped_each_as_one(clip: float, physical: int) -> None:
+    model, chosen = linear(), Batch(clip=clip, record_groups="user")
+    for users in (USERS, [f"user {u}" for u in USERS], torch.tensor(USERS), np.array(USERS)):
+        with running(model, chosen, users=users, physical_batch=physical, sampling=Poisson(batch=4)) as run:
+            found = flat(release(run, [0, 2, 3]))  # users by the order of their first records: 0, 3 and 10
+            assert run.size == run.records == 11
+            (query,) = run.session.finish()
+            assert query.sensitivity == Sensitivity(add_remove=clip, replace_one=2 * clip)
+        close(found, sum(clipped(mean_gradient(model, of_user(u)), clip) for u in (0, 3, 10)))
+
+
+def test_the_order_of_records_does_not_matter_to_users() -> None:
+    model, order = linear(), np.random.default_rng(0).permutation(40)
+    x, y = problem(40).tensors
+    sums = []
+    for records in (np.arange(40), order, np.argsort(USERS, kind="stable")):
+        users = [USERS[i] for i in records]
+        numbers = {user: number for number, user in enumerate(dict.fromkeys(users))}
+        dataset = TensorDataset(x[records], y[records])
+        with running(model, Batch(clip=0.05, record_groups="user"), dataset, users=users) as run:
+            sums.append(flat(release(run, [numbers[u] for u in (1, 4, 5)])))
+    close(sums[0], sums[1])
+    close(sums[0], sums[2])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3, 1e20, math.nan])
+def test_a_hostile_user_moves_the_sum_by_the_clip_at_most(scale: float) -> None:
+    model, (x, y) = linear(), problem(40).tensors
+    x[of_user(6)] *= scale
+    with running(model, Batch(clip=0.05, record_groups="user"), TensorDataset(x, y), users=USERS) as run:
+        numbers = list(dict.fromkeys(USERS))
+        others = [numbers.index(u) for u in (1, 2, 3)]
+        moved = flat(release(run, [*others, numbers.index(6)])) - flat(release(run, others))
+    assert moved.norm() <= 0.05 * (1 + 1e-5)
+    assert scale != 1e3 or moved.norm() > 0.05 * (1 - 1e-4)
+
+
+# Local steps
+
+
+@pytest.mark.parametrize("physical", [3, 100])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.3), {"local_lr": 0.3}),
+        (lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.8), {"local_lr": 0.3, "local_momentum": 0.8}),
+        (lambda p: torch.optim.Adam(p, lr=0.02), {"local_lr": 0.02, "local_optimizer": "Adam"}),
+    ],
+    ids=["sgd", "momentum", "adam"],
+)
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+def test_local_steps_are_those_of_an_ordinary_optimizer(
+    clip: float, optimizer: Any, options: dict[str, Any], physical: int
+) -> None:
+    """v = (w₀ − w_K)/η for each group, clipped; the model is left as it was."""
+    model, expected = linear(), torch.zeros(38, dtype=torch.float64)
+    before = copy.deepcopy(model.state_dict())
+    for start in (0, 1):
+        local = linear()
+        steps = optimizer(local.parameters())
+        x, y = (t[start:10:2] for t in problem(40).tensors)
+        for _ in range(4):
+            steps.zero_grad()
+            entropy(local, x, y).mean().backward()
+            steps.step()
+        change = torch.cat([(before[n] - p.detach()).double().flatten() for n, p in local.named_parameters()])
+        expected += clipped(change / options["local_lr"], clip)
+    with running(model, Batch(clip=clip, record_groups=2, local_steps=4, **options), physical_batch=physical) as run:
+        run.source.integers = lambda count, bound: np.arange(count) % bound  # type: ignore[method-assign]
+        found = flat(release(run, range(10)))
+        torch.testing.assert_close(found, expected * 10 / 2, rtol=1e-3, atol=1e-4 * min(1, clip))
+        assert not release(run, [])["0.weight"].any()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_users_take_local_steps_too() -> None:
+    model, expected = linear(), torch.zeros(38, dtype=torch.float64)
+    for user in (0, 3):
+        local = linear()
+        x, y = (t[of_user(user)] for t in problem(40).tensors)
+        steps = torch.optim.SGD(local.parameters(), lr=0.3)
+        for _ in range(3):
+            steps.zero_grad()
+            entropy(local, x, y).mean().backward()
+            steps.step()
+        pairs = zip(model.parameters(), local.parameters(), strict=True)
+        expected += clipped(torch.cat([(p - q).detach().double().flatten() for p, q in pairs]) / 0.3, 0.2)
+    with running(model, Batch(clip=0.2, record_groups="user", local_steps=3, local_lr=0.3), users=USERS) as run:
+        torch.testing.assert_close(flat(release(run, [0, 2])), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["error", "break"])
+def test_a_step_left_in_the_middle_of_a_group_leaves_no_private_weights(how: str) -> None:
+    """Neither in the model right after, nor in what the next step starts from."""
+    model = linear()
+    before = copy.deepcopy(model.state_dict())
+    with running(model, Batch(clip=0.1, local_steps=3, local_lr=0.5), physical_batch=4) as run:
+        expected = release(run, range(10))
+        moved = False
+
+        def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            nonlocal moved
+            moved = any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            if moved:
+                raise RuntimeError("stop")
+            return entropy(model, x, y)
+
+        if how == "error":
+            with pytest.raises(RuntimeError, match="stop"):
+                release(run, range(10), losses)
+        else:
+            private = run.step_on(np.arange(10))
+            for x, y in private:
+                if not torch.equal(model[0].weight, before["0.weight"]):
+                    moved = True
+                    break
+                private.backward(entropy(model, x, y))
+        assert moved
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        again = release(run, range(10))
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_a_record_that_ruins_the_local_steps_of_its_group_adds_nothing() -> None:
+    model, (x, y) = linear(), problem(40).tensors
+    before = copy.deepcopy(model.state_dict())
+    x[0] = 1e38
+    for chosen in (Batch(local_steps=3, local_lr=1e30), Batch(local_steps=2, local_lr=1e30, local_optimizer="Adam")):
+        with running(model, chosen, TensorDataset(x, y)) as run:
+            assert torch.isfinite(flat(release(run, range(10)))).all()
+            assert flat(release(run, range(10))).norm() <= 10
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"local_steps": 0}, "local_steps must be a whole number of at least 1"),
+        ({"local_lr": 0.0}, "local_lr must be a positive number"),
+        ({"local_optimizer": "Magic"}, "which torch.optim does not have"),
+        ({"local_momentum": 1.0}, "local_momentum must be at least 0 and below 1"),
+        ({"local_optimizer": "Adam", "local_momentum": 0.5}, "belongs to local_optimizer SGD"),
+        ({"sparsify": -1}, "sparsify must be a whole number of at least 0"),
+        ({"sparsify": 2, "factors": True, "groups": "layer"}, "cannot be had together"),
+        ({"record_groups": "all"}, "'each' or 'user', and is 'all'"),
+    ],
+)
+def test_options_of_groups_without_a_meaning_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        method("batch", **options)
+
+
+@pytest.mark.parametrize("options", [{"local_steps": 2}, {"sparsify": 2}])
+def test_groups_of_one_record_have_no_steps_of_their_own(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="without local steps or sparsify"):
+        Batch(record_groups="each", **options).open(linear(), SETTING)
+
+
+def test_groups_of_one_record_must_be_independent_of_each_other() -> None:
+    """They are per-example clipping, so what holds there holds here: made-up records are tried first."""
+
+    def centred(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        output = model(x)
+        return F.cross_entropy(output - output.mean(0), y, reduction="none")
+
+    with running(linear(), Batch(record_groups="each")) as run, pytest.raises(Refused, match="another record"):
+        release(run, range(10), centred)
+    with running(linear(), Batch()) as run:
+        assert run.statement()["independence_checked"] == "not needed"
+        assert flat(release(run, range(10), centred)).any()
+
+
+# BatchNorm and public records
+
+
+def public_statistics(model: nn.Module, public: Tensor, size: int) -> dict[str, Tensor]:
+    """Those of a fresh copy of the model, by torch's own cumulative mean over public batches."""
+    twin = copy.deepcopy(model).train()
+    for layer in twin.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.reset_running_stats()
+            layer.momentum = None
+    with torch.no_grad():
+        for batch in public.split(size):
+            if len(batch) == size:
+                twin(batch)
+    return dict(twin.named_buffers())
+
+
+def test_statistics_are_those_of_public_records_with_the_weights_of_the_epochs_start() -> None:
+    model, public = with_statistics(), TensorDataset(torch.randn(25, 6) + 3, torch.zeros(25, dtype=torch.int64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    momentum = model[1].momentum
+    with running(model, Batch(clip=0.5, record_groups=2), public=public, physical_batch=7) as run:
+        for number in range(9):
+            if number % 4 == 0:  # four steps are an epoch
+                expected = public_statistics(model, public.tensors[0], 7)
+            release(run, range(number, number + 12))
+            for name, buffer in model.named_buffers():
+                torch.testing.assert_close(buffer, expected[name], msg=f"{name} in step {number}")
+            assert model[1].num_batches_tracked == 3
+            optimizer.step()
+        model.eval()
+        for x, _ in run.refresh():
+            assert model[1].training
+            model(x)
+        expected = public_statistics(model, public.tensors[0], 7)
+        assert all(torch.allclose(b, expected[n], rtol=1e-4) for n, b in model.named_buffers())
+        for x, _ in run.refresh():  # left in the middle: the next pass begins from nothing all the same
+            model(x * 100)
+            break
+        for x, _ in run.refresh():
+            model(x)
+        assert all(torch.allclose(b, expected[n], rtol=1e-4) for n, b in model.named_buffers())
+    assert not any(layer.training for layer in model.modules()) and model[1].momentum == momentum
+
+
+def test_private_records_leave_no_trace_in_the_statistics() -> None:
+    seen = []
+    for private in (problem(40), TensorDataset(problem(40).tensors[0] * 50 - 9, problem(40).tensors[1])):
+        model = with_statistics()
+        public = TensorDataset(torch.linspace(-1, 1, 120).view(20, 6), torch.zeros(20, dtype=torch.int64))
+        with running(model, Batch(clip=0.5), private, public=public) as run:
+            for number in range(5):
+                release(run, range(number, number + 10))
+        seen.append({name: buffer.numpy().tobytes() for name, buffer in model.named_buffers()})
+    assert seen[0] == seen[1] and len(seen[0]) == 3
+
+
+class Marked(nn.InstanceNorm1d):
+    """Statistics that torch does not average over batches as BatchNorm's."""
+
+
+@pytest.mark.parametrize("layer", [nn.InstanceNorm1d(3, track_running_stats=True), Marked(3, track_running_stats=True)])
+def test_running_statistics_that_cannot_be_estimated_are_refused_even_with_public_records(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Unflatten(1, (3, 2)), layer, nn.Flatten(), nn.Linear(6, 2))
+    with pytest.raises(Refused, match="running statistics"):
+        running(model, Batch(), public=problem(20))
+
+
+# Frozen weights
+
+
+def slopes(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of a record is its x, in the columns that its y allows."""
+    return (model(x * y)).squeeze(1)
+
+
+def test_weights_that_no_longer_move_are_frozen_at_their_mean() -> None:
+    """Columns 2 and 3 have no gradient in a window of three steps; before it, momentum was set going."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    x = torch.ones(12, 4)
+    masks = torch.ones(12, 4)
+    masks[:6, 2:] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.weight.grad = torch.ones(1, 4)
+    optimizer.step()
+    weights = []
+    with running(model, Batch(clip=1.0, sparsify=3), TensorDataset(x, masks)) as run:
+        for _ in range(3):
+            weights.append(model.weight.detach().clone())
+            release(run, range(6), slopes)
+            optimizer.step()
+        mean = torch.stack(weights).mean(0)[0, 2:]
+        assert not torch.allclose(model.weight[0, 2:], mean)
+        for _ in range(3):
+            gradient = release(run, range(6, 12), slopes)["weight"] / 10  # they would have a gradient again
+            torch.testing.assert_close(model.weight[0, 2:].detach(), mean)
+            assert not gradient[0, 2:].any()
+            close(gradient[0, :2], torch.full((2,), 2**-0.5))  # the others have the clip to themselves
+            optimizer.step()
+        release(run, range(6), slopes)
+        torch.testing.assert_close(model.weight[0, 2:].detach(), mean)
+
+
+def test_nothing_is_frozen_without_a_window() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    dataset = TensorDataset(torch.ones(12, 4), torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(12, 4))
+    with running(model, Batch(clip=1.0), dataset) as run:
+        for _ in range(5):
+            release(run, range(6), slopes)
+        state = run.session.state()["frozen"]
+    assert not state["masks"] and not state["values"]
+
+
+def test_a_weight_has_arrived_when_its_mean_is_within_a_deviation_of_its_noise() -> None:
+    """The sum of a window against √(Σ std²), with noise that changes within it."""
+    model = nn.Linear(3, 1, bias=False)
+    session: Any = Batch(sparsify=4).open(model, SETTING)
+    limit = math.sqrt(1 + 1 + 4 + 4)
+    for std in (1.0, 1.0, 2.0, 2.0):
+        noisy = torch.tensor([[0.99, 1.01, -0.99]]) * limit / 4
+        session.post_process({"weight": noisy}, {"weight": std})
+        assert noisy.all()  # nothing is frozen before the window ends
+    assert session.state()["frozen"]["masks"]["weight"].tolist() == [[True, False, True]]
+    noisy = torch.ones(1, 3)
+    session.post_process({"weight": noisy}, {"weight": 1.0})
+    assert noisy.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_a_window_begins_anew_when_layers_are_frozen_or_thawed() -> None:
+    model = linear()
+    with running(model, Batch(clip=1.0, sparsify=3)) as run:
+        for number in range(9):
+            model[0].requires_grad_(number >= 4)
+            release(run, range(10))
+        values = run.session.state()["frozen"]["values"]
+    torch.testing.assert_close(values["0.weight"], model[0].weight.detach())
+    with running(linear(), Batch(clip=1.0, sparsify=3)) as run:
+        for number in range(4):
+            run.model[0].requires_grad_(number < 2)  # type: ignore[index]
+            release(run, range(10))
+
+
+def test_a_window_survives_a_checkpoint(tmp_path: Any) -> None:
+    """Stopped in the middle of the second window, and compared with never having stopped."""
+    dataset = TensorDataset(torch.ones(12, 4), torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(12, 1))
+    dataset.tensors[1][6:] = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    outcomes = []
+    for stop in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run = running(model, Batch(clip=1.0, sparsify=3), dataset)
+        gradients = []
+        for number in range(8):
+            if stop and number == 5:
+                run.save(tmp_path / "checkpoint", optimizer=optimizer)
+                run.close()
+                model = nn.Linear(4, 1, bias=False)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                run = running(model, Batch(clip=1.0, sparsify=3), dataset)
+                run.load(tmp_path / "checkpoint", optimizer=optimizer)
+            gradients.append(release(run, range(6) if number < 3 else range(6, 12), slopes)["weight"])
+            optimizer.step()
+        outcomes.append(
+            (torch.stack(gradients), model.weight.detach(), run.session.state()["frozen"]["masks"]["weight"])
+        )
+        run.close()
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert outcomes[0][2].tolist() == [[True, False, True, True]]

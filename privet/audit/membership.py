@@ -336,7 +336,8 @@ def _train_openly(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> None:
 def _same_data(run: FinishedRun, scores: Floats, member: Flags) -> None:
     """Refuses records that are not those of the run: the loss on those held out must be the one that it measured."""
     told = run.statement["held_out"]
-    counted = run.config.records is None and run.statement["records"] != int(member.sum())
+    units = int(member.sum()) if run.data.users is None else len(set(run.data.users))
+    counted = run.config.records is None and run.statement["records"] != units
     loss = math.nan if told["loss"] is None else float(told["loss"])
     if (
         counted

@@ -36,6 +36,7 @@ def audit_run(folder: str | Path, *, shadows: int = 0, plot: str | Path | None =
         run.method(),
         run.released(),
         (x[:_RECORDS], y[:_RECORDS]),
+        public=None if run.data.public is None else (run.data.public.tensors[0], run.data.public.tensors[1]),
         sampling=sampling,
         relation=relation,
         noise_multiplier=mechanism.noise_multiplier,

@@ -164,6 +164,13 @@ class _Pool(Dataset[tuple[Tensor, Tensor]]):
         return record.x, record.y
 
 
+class _Singles(list[npt.NDArray[np.int64]]):
+    """Users of one record each, as many as are asked for: samples of an audit have no fixed size."""
+
+    def __getitem__(self, user: Any) -> Any:
+        return np.array([user], dtype=np.int64)
+
+
 class MethodSubject(Subject):
     """A method on a model, under a real `Run`.
 
@@ -172,6 +179,8 @@ class MethodSubject(Subject):
         records: inputs and targets of ordinary records, one row each; a dozen are enough for all but whole trainings.
         loss: (model, inputs, targets) to one loss per record; cross-entropy by default.
         public: inputs and targets of public records, for methods that learn from such.
+
+    Where the method bounds users, each record is a user of its own.
     """
 
     def __init__(
@@ -199,6 +208,7 @@ class MethodSubject(Subject):
         self.sampling = sampling or Poisson(batch=max(1, len(self.base) // 2))
         self.basis = self.sampling.sensitivity_basis(relation)
         self.noise_multiplier, self.delta, self.noise_level = noise_multiplier, delta, noise_level
+        self._users = method.unit == "user"
         self._public = None if public is None else TensorDataset(*public)
         self._model = copy.deepcopy(model)
         self._pool, self.run, self._desk = self._fresh()
@@ -211,12 +221,14 @@ class MethodSubject(Subject):
     def new_run(self, dataset: Dataset[Any], *, sampling: SamplingRule | None = None, steps: int = 10**6) -> Run:
         """A run of the method on a fresh copy of the model."""
         sampling = sampling or self.sampling
+        size = len(dataset)  # type: ignore[arg-type]
         return Run(
             copy.deepcopy(self._model),
             dataset,
             method=self.method,
             sampling=sampling,
-            records=max(len(dataset), sampling.batch),  # type: ignore[arg-type]
+            records=max(size, sampling.batch),
+            users=range(size) if self._users else None,
             budget=Budget(noise=self.noise_multiplier, steps=steps, delta=self.delta),
             relation=self.relation,
             noise_level=self.noise_level,
@@ -226,6 +238,8 @@ class MethodSubject(Subject):
 
     def _fresh(self) -> tuple[_Pool, Run, Desk]:
         run = self.new_run(_Pool(self.base))
+        if self._users:
+            run._users = _Singles()
         run.source = Desk(run.source)
         assert isinstance(run.dataset, _Pool)
         return run.dataset, run, run.source

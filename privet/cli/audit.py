@@ -78,6 +78,7 @@ def _of_method(args: argparse.Namespace) -> Report:
             args.model or "mlp", input_shape=data.input_shape, classes=data.classes, seed=args.seed
         )
         options["records"] = tuple(part[:256] for part in data.train.tensors)
+        options["public"] = tuple(part[256:512].clone() for part in data.train.tensors)
     return audit(
         method_from(args.method, args.option),
         **options,

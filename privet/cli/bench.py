@@ -42,7 +42,9 @@ def main(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     case = Case(model=args.model, batch=DEFAULT_BATCHES[args.model] if args.batch is None else args.batch)
-    result = measure(case, method_from(args.method, args.option), repetitions=args.repetitions, keep_memory=args.keep_memory)
+    result = measure(
+        case, method_from(args.method, args.option), repetitions=args.repetitions, keep_memory=args.keep_memory
+    )
     if args.json:
         print(json.dumps(result))
         return 0

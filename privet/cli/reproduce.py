@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paper", metavar="PAPER", help=f"one of: {', '.join(sorted(STUDIES))}")
     parser.add_argument("--data-dir", metavar="DIR", help="folder with the files of the data sets")
     parser.add_argument("--out", metavar="DIR", help="folder of the results and runs (default: reproduce/PAPER)")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="trainings of each row (default: %(default)s)")
+    parser.add_argument(
+        "--seeds", type=int, default=5, metavar="N", help="trainings of each row (default: %(default)s)"
+    )
     parser.add_argument("--rows", nargs="+", metavar="PATTERN", help="only rows that match, for example 'eps3/*'")
     parser.add_argument("--threads", type=int, metavar="N", help="threads for torch (default: its own choice)")
     parser.add_argument("--list", action="store_true", help="print the rows with their settings, and train nothing")

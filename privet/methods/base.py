@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -79,7 +79,6 @@ class Setting:
     batch: int
     noise_multiplier: float
     relation: Relation
-    unit: str = "record"
     public: bool = False
     """Whether there are public records to learn from (`Session.learn`)."""
 
@@ -127,6 +126,11 @@ class Method(ABC):
     records_must_be_independent: ClassVar[bool] = True
     """Whether one record's loss may not depend on another's (rule 6); false for batch clipping only."""
     allocation: Allocation
+
+    @property
+    def unit(self) -> Literal["record", "user"]:
+        """What the method bounds, and so what a run with it protects."""
+        return "record"
 
     @abstractmethod
     def open(self, model: nn.Module, setting: Setting) -> Session:

@@ -96,12 +96,11 @@ class Batch(Clipping):
     def records_must_be_independent(self) -> bool:  # type: ignore[override]
         return self.record_groups == "each"
 
+    @property
+    def unit(self) -> Literal["record", "user"]:
+        return "user" if self.record_groups == "user" else "record"
+
     def open(self, model: nn.Module, setting: Setting) -> Session:
-        if (self.record_groups == "user") != (setting.unit == "user"):
-            raise ConfigError(
-                "Groups of users and a run over users belong together: give the run users=… (one id for each record) "
-                "and the method record_groups='user'."
-            )
         if isinstance(self.record_groups, int) and self.record_groups > setting.batch:
             raise ConfigError(
                 f"record_groups is {self.record_groups}, more than the {setting.batch} records of an expected sample."
@@ -423,9 +422,9 @@ class _Frozen:
         self._begin_window()
 
     def state(self) -> dict[str, Any]:
-        window = {"gradients": self._gradients, "weights": self._weights, "variances": self._variances}
-        kept = {"values": self._values, "masks": self._masks, **window}
-        return {"steps": self._steps, **{name: dict(held) for name, held in kept.items()}}
+        frozen = {"values": dict(self._values), "masks": dict(self._masks)}
+        window = {"gradients": dict(self._gradients), "weights": dict(self._weights)}
+        return {**frozen, **window, "variances": dict(self._variances), "steps": self._steps}
 
     def load_state(self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
         def placed(name: str) -> dict[str, Tensor]:

@@ -63,8 +63,6 @@ class PerExample(Clipping):
             )
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
-        if setting.unit == "user":
-            raise ConfigError(f"Method '{self.name}' bounds records, not users: use Batch(record_groups='user').")
         return _PerExampleSession(self, model, setting)
 
     def weights(self, squared_norms: Tensor, clip: float) -> Tensor:
@@ -172,9 +170,8 @@ class _PerExampleSession(Session):
 
     def learn(self, losses: Tensor) -> None:
         gradients = self.recorder.backward(losses)
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            squares = {name: gradient.squared_norms for name, gradient in gradients.items()}
-            self.thresholds.learn(part_norms(self.thresholds.parts, squares))
+        squares = {name: gradient.squared_norms for name, gradient in gradients.items()}
+        self.thresholds.learn(part_norms(self.thresholds.parts, squares))
 
     def learned(self) -> None:
         self.thresholds.learned()

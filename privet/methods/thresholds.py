@@ -146,7 +146,9 @@ class Thresholds:
         if method.factors:
             self.factors = {part: largest / max(norm, floor) for part, norm in norms.items()}
         elif method.thresholds != "fixed":
-            sizes = {g.name: math.hypot(*(norms[p] for p in self.parts if self.homes[p] == g.name)) for g in self.groups}
+            sizes = {
+                g.name: math.hypot(*(norms[p] for p in self.parts if self.homes[p] == g.name)) for g in self.groups
+            }
             over = max(sizes.values()) if method.thresholds == "alc" else 1.0
             for group, size in sizes.items():
                 self.clips[group] *= max(size, floor) / over

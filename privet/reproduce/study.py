@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,10 @@ class Row:
     settings: Mapping[str, Any]
     theirs: float | None = None
     note: str = ""
+
+    @property
+    def data(self) -> str:
+        return str(self.settings.get("data", TrainConfig.data))
 
     def config(self, **more: Any) -> TrainConfig:
         try:
@@ -69,7 +75,7 @@ class Study:
     @property
     def data(self) -> list[str]:
         """The data sets that it needs."""
-        return sorted({row.config().data for row in self.rows})
+        return sorted({row.data for row in self.rows})
 
     def choose(self, patterns: Sequence[str] | None) -> Study:
         """The study with the rows that match a pattern (all without patterns), in their order."""
@@ -91,9 +97,9 @@ class StudyProgress:
     seed: int
     done: int
     total: int
-    training: Progress | None
-    result: Mapping[str, Any] | None
-    seconds_left: float | None
+    training: Progress | None = None
+    result: Mapping[str, Any] | None = None
+    seconds_left: float | None = None
 
 
 def read_results(out: str | Path) -> list[dict[str, Any]]:
@@ -129,7 +135,7 @@ def run_study(
     chosen, folder = study.choose(only), Path(out)
     finished = _finished(study, read_results(folder))
     missing = [(row, seed) for seed in seeds for row in chosen.rows if (row.key, seed) not in finished]
-    for name in sorted({row.config().data for row, _ in missing}):
+    for name in sorted({row.data for row, _ in missing}):
         load(name, data_dir=None if data_dir is None else Path(data_dir))  # missing files are told before hours pass
     folder.mkdir(parents=True, exist_ok=True)
     drop_half_line(folder / "results.jsonl")
@@ -137,28 +143,9 @@ def run_study(
     done = len(seeds) * len(chosen.rows) - len(missing)
     for number, (row, seed) in enumerate(missing):
         ahead = [later.key for later, _ in missing[number + 1 :]]
+        now = StudyProgress(row=row, seed=seed, done=done + number, total=done + len(missing))
+        tell = partial(_tell, on_progress, now, clock, ahead)
         clock.begin()
-
-        def tell(
-            training: Progress | None = None,
-            result: Mapping[str, Any] | None = None,
-            *,
-            row: Row = row,
-            seed: int = seed,
-            number: int = number,
-            ahead: Sequence[str] = ahead,
-        ) -> None:
-            now = StudyProgress(
-                row=row,
-                seed=seed,
-                done=done + number + (result is not None),
-                total=done + len(missing),
-                training=training,
-                result=result,
-                seconds_left=clock.left(row.key, training, ahead),
-            )
-            on_progress(now)
-
         more = {"seed": seed, "data_dir": None if data_dir is None else str(data_dir), "threads": threads}
         line: dict[str, Any] = {"key": row.key, "seed": seed}
         try:
@@ -178,10 +165,20 @@ def run_study(
             file.flush()
             os.fsync(file.fileno())
         clock.end(line)
-        tell(result=line)
+        on_progress(replace(now, done=now.done + 1, result=line, seconds_left=clock.left(row.key, None, ahead)))
         if stop():
             break
     return read_results(folder)
+
+
+def _tell(
+    on_progress: Callable[[StudyProgress], None],
+    now: StudyProgress,
+    clock: _TimeLeft,
+    ahead: Sequence[str],
+    training: Progress,
+) -> None:
+    on_progress(replace(now, training=training, seconds_left=clock.left(now.row.key, training, ahead)))
 
 
 def _train(
@@ -281,27 +278,25 @@ def summary(study: Study, results: Sequence[Mapping[str, Any]]) -> list[dict[str
 
 
 def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
-    """The study in Markdown: accuracy on the test set, mean and standard deviation over the seeds."""
-    shared = _shared(study)
-    lines = [
-        f"# {study.title}",
-        "",
-        study.about,
-        "",
-        f"All rows: {_said(shared)}." if shared else "",
-        "",
-        "| row | settings that differ | true epsilon | ours | theirs | note |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row, known in zip(study.rows, summary(study, results), strict=True):
-        own = {name: value for name, value in _flat(row.settings).items() if name not in shared}
-        theirs = "–" if row.theirs is None else f"{row.theirs:.2%}"
-        cells = [row.key, _said(own), _epsilon(known["epsilon"]), _ours(known), theirs, row.note]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    text = "\n".join(lines)
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
-    return text
+    """The study in Markdown, a table for each first part of the keys: mean and deviation of the test accuracy."""
+    known = {row["key"]: row for row in summary(study, results)}
+    blocks = [f"# {study.title}", study.about]
+    for section, found in groupby(study.rows, key=lambda row: row.key.partition("/")[0]):
+        rows = list(found)
+        shared = _shared(rows)
+        lines = [
+            "| row | settings that differ | true epsilon | ours | theirs | note |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for row in rows:
+            own = {name: value for name, value in _flat(row.settings).items() if name not in shared}
+            theirs = "–" if row.theirs is None else f"{row.theirs:.2%}"
+            cells = [row.key, _said(own), _epsilon(known[row.key]["epsilon"]), _ours(known[row.key]), theirs, row.note]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        if len(rows) > 1:
+            blocks += [f"## {section}", f"All rows: {_said(shared)}."]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _ours(known: Mapping[str, Any]) -> str:
@@ -333,8 +328,9 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _shared(study: Study) -> dict[str, Any]:
-    first, *others = [_flat(row.settings) for row in study.rows]
+def _shared(rows: Sequence[Row]) -> dict[str, Any]:
+    """What all rows have in common; nothing for a single one, which then says it all itself."""
+    first, *others = [_flat(row.settings) for row in rows]
     return {n: v for n, v in first.items() if others and all(n in other and other[n] == v for other in others)}
 
 

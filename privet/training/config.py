@@ -81,7 +81,10 @@ class TrainConfig:
     )
 
     model: str = _option(
-        "mlp", _MODEL, "mnist-cnn, cifar-cnn, resnet18-gn, mlp, transformer, bn-lenet5, convnet5, resnet18-bn, or module:factory", preset=True
+        "mlp",
+        _MODEL,
+        "mnist-cnn, cifar-cnn, resnet18-gn, mlp, transformer, bn-lenet5, convnet5, resnet18-bn, or module:factory",
+        preset=True,
     )
     model_options: Mapping[str, Any] = _option({}, _MODEL, "options of the model", preset=True)
     optimizer: Literal["sgd", "adam"] = _option("sgd", _MODEL, "optimizer", preset=True)
