@@ -71,8 +71,10 @@ def _epsilon(first: _World, second: _World, count: int, delta: float) -> float:
     weights = np.bincount(cells - cells.min(), masses, minlength=_CELLS)
     composed = np.fft.irfft(np.fft.rfft(weights, _CELLS) ** count, _CELLS)
     # the transform is periodic: unroll it around where the composition lies
-    start = round(count * mean / step) - _CELLS // 2
+    start = round(count * float(masses @ cells)) - _CELLS // 2
     mass = np.maximum(np.roll(composed, (count * int(cells.min()) - start) % _CELLS), 0)
+    # What the transform has rounded shows in the entries below zero; several times as much is allowed for above it.
+    delta += 8 * float(-composed[composed < 0].sum()) + count * 2.0**-50
     loss: _Array = (start + np.arange(_CELLS)).astype(np.float64) * step
     high, low = float(loss[-1]), 0.0
     if _hockey_stick(loss, mass, 0.0) <= delta:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..accounting import Relation
-from ..errors import Refused
+from ..errors import ConfigError, Refused
 from ..methods import Method
 from ..sampling import SamplingRule
 from .draws import check_sampling
@@ -47,6 +47,10 @@ def audit(
         canaries: in the one-run audit; more of them can show more, and take longer.
         inputs_too: also a training with canaries that are records (black box).
     """
+    if not noise_multiplier > 0:
+        raise ConfigError(f"An audit needs noise to look at: noise must be positive, and is {noise_multiplier!r}.")
+    if canaries < 2:
+        raise ConfigError(f"canaries must be at least 2, and is {canaries!r}.")
     checks: list[Check] = []
     if model is None or records is None:
         model, (x, y) = digits_example()
@@ -67,10 +71,11 @@ def audit(
         checks += audit_subject(subject, seed=seed)
         checks += guarded("sampling", lambda: check_sampling(subject.sampling, subject.relation))
         trainings: list[OneRun] = []
-        for kind in ("gradient", "input") if inputs_too else ("gradient",):
+        kinds = ("gradient", "input") if inputs_too else ("gradient",)
+        for kind in kinds:
 
             def training(kind: Any = kind) -> list[Check]:
-                trainings.append(audit_in_one_run(subject, kind, canaries, seed))
+                trainings.append(audit_in_one_run(subject, kind, canaries, seed, confidence=1 - 0.05 / len(kinds)))
                 return trainings[-1].checks
 
             checks += guarded(f"one training with {kind} canaries", training)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..accounting import trade_off
+from ..errors import ConfigError
 from ..methods import Query
 from ..run import Run
 from .accountant import check_accounting
@@ -33,8 +34,6 @@ from .subject import MethodSubject, Record, gradient_sum
 
 ERROR = 1e-4
 """The probability that a sound training is called broken."""
-CONFIDENCE = 0.95
-"""Of the lower bound that is reported."""
 _RECORDS = 64
 _EPOCHS = 6
 _RATE = 0.5
@@ -53,7 +52,7 @@ class OneRun:
     correct: int
     claimed: float
     lower_bound: float
-    """Epsilon at the claim's delta, by the binomial bound, at a confidence of 95%."""
+    """Epsilon at the claim's delta, by the binomial bound."""
     mu: float
     """The largest μ at which a Gaussian trade-off curve is refuted: the tighter f-DP form."""
     ceiling: float
@@ -62,13 +61,23 @@ class OneRun:
 
 
 def audit_in_one_run(
-    subject: MethodSubject, kind: Literal["gradient", "input"] = "gradient", canaries: int = 1000, seed: int = 0
+    subject: MethodSubject,
+    kind: Literal["gradient", "input"] = "gradient",
+    canaries: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
 ) -> OneRun:
-    """Trains once with canaries, and compares what can be guessed with what the run claims."""
+    """Trains once with canaries, and compares what can be guessed with what the run claims.
+
+    `confidence` is that of the reported lower bound; the training is called broken at `ERROR` only.
+    """
+    if canaries < 2:
+        raise ConfigError(f"canaries must be at least 2, and is {canaries}: from fewer nothing can be told.")
     random = np.random.default_rng(seed)
     ordinary = subject.records[:_RECORDS]
     if kind == "gradient":
-        canaries = min(canaries, max(total.numel() for total in subject.step([], noise=False).sums.values()))
+        widest = max(total.numel() for total in subject.step([], noise=False).sums.values())
+        canaries = max(2, min(canaries, widest))  # one coordinate for each, where there are so many
         made: list[Record] = [Record(len(ordinary) + i, ordinary[0].x, ordinary[0].y) for i in range(canaries)]
     else:
         made = _strange(subject, canaries, random)
@@ -88,7 +97,7 @@ def audit_in_one_run(
     correct = _right_guesses(scores, present, guesses)
     surely = one_run_epsilon(canaries, guesses, correct, claim.delta, ERROR)
     refuted = one_run_f_dp_rejects(canaries, guesses, correct, claimed_curve, ERROR)
-    ceiling = one_run_ceiling(canaries, claim.delta, 1 - CONFIDENCE)
+    ceiling = one_run_ceiling(canaries, claim.delta, 1 - confidence)
     where = f"{kind} canaries: {correct} of {guesses} guesses right, {canaries} canaries"
     checks = [
         Check(
@@ -114,8 +123,8 @@ def audit_in_one_run(
         guesses=guesses,
         correct=correct,
         claimed=claim.epsilon,
-        lower_bound=one_run_epsilon(canaries, guesses, correct, claim.delta, 1 - CONFIDENCE),
-        mu=one_run_mu(canaries, guesses, correct, 1 - CONFIDENCE),
+        lower_bound=one_run_epsilon(canaries, guesses, correct, claim.delta, 1 - confidence),
+        mu=one_run_mu(canaries, guesses, correct, 1 - confidence),
         ceiling=ceiling,
         checks=checks,
     )
@@ -227,10 +236,10 @@ def _best_number_of_guesses(canaries: int, epsilon: float, delta: float) -> int:
 
     def shown(share: float) -> float:
         right = _right_guesses(scores, present, round(share * 4000)) / round(share * 4000)
-        guesses = max(2, round(share * canaries))
-        return one_run_epsilon(canaries, guesses, math.floor(right * guesses), delta, 1 - CONFIDENCE)
+        guesses = min(canaries, max(2, round(share * canaries)))
+        return one_run_epsilon(canaries, guesses, math.floor(right * guesses), delta, 0.05)
 
-    return max(2, round(max(_SHARES, key=lambda share: (shown(share), share)) * canaries))
+    return min(canaries, max(2, round(max(_SHARES, key=lambda share: (shown(share), share)) * canaries)))
 
 
 def _from_below(curve: Callable[[_Array], _Array]) -> Callable[[_Array], _Array]:

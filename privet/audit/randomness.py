@@ -21,6 +21,10 @@ ERROR = 1e-6
 _DRAWS = 20_000
 _STEPS = range(24, 200)
 _TRIALS = 300
+_CLOSELY = 24
+"""So many steps are compared each with each at every shift."""
+_ENTRIES = 2**14
+"""So many entries of a sum are looked at for repetitions."""
 
 
 def check_noise(subject: Subject) -> list[Check]:
@@ -31,12 +35,16 @@ def check_noise(subject: Subject) -> list[Check]:
     checks = [_spread(name, [noise[name] for noise in raw], exact.stds[name]) for name in exact.sums]
     standard = [_standard(noise, exact.stds) for noise in raw]
     checks.append(_shape(np.concatenate(standard)))
-    checks.append(_independence("noise of different steps", _pairs(standard[:24])))
-    checks.append(_independence("noise within a sum", [_halves(noise[name]) for noise in raw for name in noise]))
+    checks += _tails(np.concatenate(standard))
+    checks += [_spread_with(subject, what, sample) for what, sample in (("nobody", []), ("one", subject.base[:1]))]
+    checks.append(_independence("noise of different steps", _pairs(standard[:_CLOSELY])))
+    checks.append(_all_steps(np.stack(standard)))
+    within = [np.stack([noise[name] for noise in raw]) for name in exact.sums]
+    checks.append(_independence("noise within a sum", [pair for noise in within for pair in _halves(noise)]))
     if len(exact.sums) > 1:
         pairs = [_joined([_cut(noise[a], noise[b]) for noise in raw]) for a, b in combinations(exact.sums, 2)]
         checks.append(_independence("noise of different sums", pairs))
-    met = standard[:24]
+    met = standard[:_CLOSELY]
     for what, outcome in subject.restarts():
         again = _less(outcome.sums, exact.sums)
         fresh = _standard(again, exact.stds)
@@ -65,7 +73,7 @@ def check_two_worlds(subject: Subject, record: Record) -> tuple[Check, float, fl
     false_positives = sum(seems_present(without) for _ in range(_TRIALS))
     false_negatives = sum(not seems_present(with_it) for _ in range(_TRIALS))
     found = gaussian_mu_lower(false_positives, false_negatives, _TRIALS, _TRIALS, ERROR)
-    claim = 1 / subject.noise_multiplier
+    claim = 1 / subject.noise_multiplier if subject.noise_multiplier else math.inf
     check = Check(
         name="two worlds, told apart by a matched filter",
         holds=found <= claim,
@@ -105,22 +113,69 @@ def _shape(values: np.ndarray) -> Check:
     )
 
 
+def _tails(values: np.ndarray) -> list[Check]:
+    """Noise that is cut off looks normal in the middle."""
+    from scipy import stats  # noqa: PLC0415 - slow to import
+
+    checks = []
+    for limit in (2.0, 3.0):
+        rate, found = 2 * stats.norm.sf(limit), int((np.abs(values) > limit).sum())
+        p_value = 2 * min(stats.binom.cdf(found, len(values), rate), stats.binom.sf(found - 1, len(values), rate))
+        checks.append(
+            Check(
+                name=f"noise beyond {limit:g} deviations",
+                holds=bool(p_value > ERROR) or not values.any(),  # that there is none is said elsewhere
+                measured=found / len(values),
+                bound=float(rate),
+            )
+        )
+    return checks
+
+
+def _spread_with(subject: Subject, whom: str, sample: list[Record]) -> Check:
+    """Noise must not depend on what it is added to: sums of nobody are zero, and those of one record have zeros."""
+    exact = subject.step(sample, noise=False)
+    noise = [
+        _standard(_less(subject.step(sample, noise=True).sums, exact.sums), exact.stds) for _ in range(_STEPS.start)
+    ]
+    return _spread(f"all, of {whom}, over the stated", noise, float(any(exact.stds.values())))
+
+
 def _independence(name: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> Check:
-    """The most correlated pair; each is tested at its share of the error."""
+    """The most correlated pair at any shift; each pair and shift is tested at its share of the error.
+
+    The arrays may have rows, which are shifted alike. To turn b around is to choose another b, of which each p-value
+    holds by itself.
+    """
     worst, p_value = 0.0, 1.0
-    for a, b in pairs:
-        norms = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-        if len(a) < 3 or not all(norms):
+    for first, second in pairs:
+        a, b = first[..., :_ENTRIES], second[..., :_ENTRIES]
+        norms, length = (float(np.linalg.norm(a)), float(np.linalg.norm(b))), a.shape[-1]
+        if a.size < 3 or not all(norms):
             continue
-        p = correlation_p_value(float(a @ b), *norms, len(a)) * len(pairs)
-        if p < p_value:
-            worst, p_value = abs(float(a @ b)) / (norms[0] * norms[1]), p
+        spectrum = (np.fft.rfft(a) * np.fft.rfft(b).conj()).reshape(-1, length // 2 + 1).sum(0)
+        inner = min(float(np.abs(np.fft.irfft(spectrum, length)).max()), norms[0] * norms[1])
+        worst = max(worst, inner / (norms[0] * norms[1]))
+        p_value = min(p_value, correlation_p_value(inner, *norms, a.size) * len(pairs) * length)
+    return _independent(name, worst, p_value, f"{len(pairs)} pairs at every shift")
+
+
+def _all_steps(steps: np.ndarray) -> Check:
+    """Every step against every other, in place: noise may come back after many steps."""
+    units = steps / np.maximum(np.linalg.norm(steps, axis=1, keepdims=True), 1e-300)
+    cosines = np.abs(np.triu(units @ units.T, 1))
+    pairs, worst = len(steps) * (len(steps) - 1) // 2, min(1.0, float(cosines.max()))
+    p_value = correlation_p_value(worst, 1.0, 1.0, steps.shape[1]) * pairs if steps.shape[1] > 2 else 1.0
+    return _independent(f"noise of {len(steps)} steps", worst, p_value, f"{pairs} pairs in place")
+
+
+def _independent(name: str, worst: float, p_value: float, tested: str) -> Check:
     return Check(
         name=f"independence: {name}",
         holds=p_value > ERROR,
         measured=worst,
         bound=None,
-        detail=f"largest correlation of {len(pairs)} pairs; p = {min(1.0, p_value):.2g}",
+        detail=f"largest correlation of {tested}; p = {min(1.0, p_value):.2g}",
     )
 
 
@@ -142,10 +197,11 @@ def _cut(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return a[:size], b[:size]
 
 
-def _halves(noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    half = len(noise) // 2
-    return noise[:half], noise[half : 2 * half]
+def _halves(noise: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """First half against second, and every other entry against its neighbour."""
+    half = noise.shape[1] // 2
+    return [(noise[:, :half], noise[:, half : 2 * half]), (noise[:, : 2 * half : 2], noise[:, 1 : 2 * half : 2])]
 
 
 def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
+    return np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs])

@@ -140,7 +140,7 @@ class _Search:
         worst, where = 0.0, ""
         for name, total in after.sums.items():
             moved = _norm(total - before.sums[name])
-            rounding = _ROUNDING * (_norm(total) + _norm(before.sums[name]))
+            rounding = max(_ROUNDING, after.rounding) * (_norm(total) + _norm(before.sums[name]))
             delta = after.sensitivities[name][relation]
             ratio = math.inf if math.isnan(moved) else 0.0 if moved <= rounding else math.inf
             if delta > 0 and not math.isnan(moved):
@@ -191,12 +191,23 @@ class _Search:
             yield f"gradient ascent {how}", Record(STRANGER, x, start.y)
 
     def _in_crowds(self, worst: Worst, record: Record) -> Worst:
-        """Among others of very different sizes: who comes first may decide what a part of the sample adds up to."""
-        for _ in range(_CROWDS):
-            crowd = [self._resized(other) for other in self.base]
-            found, where = self._difference(self.subject.step(crowd, noise=False), [record, *crowd], "add_remove")
+        """Among others of very different sizes, where who comes first may decide what a part of the sample adds up to;
+        and among its like, where an order statistic tips over."""
+        crowds = [[self._resized(other) for other in self.base] for _ in range(_CROWDS)]
+        half, stranger = len(self.base) // 2, Record(0, record.x * 1e3, record.y)
+        for many in (1, half, half + 1, len(self.base) - 1):
+            crowds.append([Record(r.number, record.x, record.y) if i < many else r for i, r in enumerate(self.base)])
+            if record.x.is_floating_point():
+                alike = [Record(r.number, r.x if i >= many else stranger.x, record.y) for i, r in enumerate(crowds[-1])]
+                crowds.append([Record(r.number, record.x, r.y) if i >= many else r for i, r in enumerate(alike)])
+        for crowd in crowds:
+            try:
+                before = self.subject.step(crowd, noise=False)
+            except Exception:
+                continue  # a crowd that stops the step by itself tells nothing about the record
+            found, where = self._difference(before, [record, *crowd], "add_remove")
             if found > worst.ratio:
-                worst = Worst(found, f"first among others of very different sizes{where}", record)
+                worst = Worst(found, f"first in a crowd of hostile records{where}", record)
         return worst
 
     def _resized(self, record: Record) -> Record:

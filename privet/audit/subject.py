@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import random
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
@@ -35,6 +36,8 @@ from ..planning import Budget
 from ..run import Run
 from ..sampling import Poisson, SamplingRule
 
+_CHUNK = 5
+"""Samples are gone through in chunks of so many records: a bound must hold across them."""
 _BASE = 12
 """So many ordinary records make up the sample that hostile ones join."""
 
@@ -64,6 +67,8 @@ class Outcome:
     """What one record can move each sum by, as declared."""
     stds: dict[str, float]
     """The noise in each sum, as declared."""
+    rounding: float = 0.0
+    """Relative, of what was handed over: gradients are rounded to the parameters' precision after the noise."""
 
 
 @dataclass(eq=False)
@@ -198,6 +203,11 @@ class MethodSubject(Subject):
         noise_level: Level = "system",
         name: str | None = None,
     ) -> None:
+        if not (isinstance(records, tuple) and len(records) == 2 and all(isinstance(r, Tensor) for r in records)):
+            raise ConfigError(
+                "Give the records as two tensors, (inputs, targets), with one row for each record. A model that takes "
+                "something else can be wrapped, or unpack its input in the loss."
+            )
         inputs, targets = records
         if len(inputs) == 0 or len(inputs) != len(targets):
             raise ConfigError(f"An audit needs records: there are {len(inputs)} inputs and {len(targets)} targets.")
@@ -211,6 +221,10 @@ class MethodSubject(Subject):
         self._users = method.unit == "user"
         self._public = None if public is None else TensorDataset(*public)
         self._model = copy.deepcopy(model)
+        for layer in self._model.modules():  # what dropout draws has nothing to do with the records
+            if isinstance(layer, nn.modules.dropout._DropoutNd):
+                layer.eval()
+        self._try_out()
         self._pool, self.run, self._desk = self._fresh()
         if public is not None:  # thresholds are learned in the first step of an epoch
             self._desk.begin("off")
@@ -218,7 +232,9 @@ class MethodSubject(Subject):
         self._start = copy.deepcopy(self.run.model.state_dict())
         self._state = self.run.session.state()
 
-    def new_run(self, dataset: Dataset[Any], *, sampling: SamplingRule | None = None, steps: int = 10**6) -> Run:
+    def new_run(
+        self, dataset: Dataset[Any], *, sampling: SamplingRule | None = None, steps: int = 10**6, check: bool = False
+    ) -> Run:
         """A run of the method on a fresh copy of the model."""
         sampling = sampling or self.sampling
         size = len(dataset)  # type: ignore[arg-type]
@@ -233,8 +249,16 @@ class MethodSubject(Subject):
             relation=self.relation,
             noise_level=self.noise_level,
             public=self._public,
-            check=False,
+            physical_batch=_CHUNK if isinstance(dataset, _Pool) else "auto",
+            check=check,
         )
+
+    def _try_out(self) -> None:
+        """An ordinary step, with the checks that a run makes before its first: what a run refuses needs no audit."""
+        with self.new_run(_Pool(self.base), check=True) as run:
+            step = run.step_on(np.arange(len(self.base)))
+            for x, y in step:
+                step.backward(self.loss(run.model, x, y))
 
     def _fresh(self) -> tuple[_Pool, Run, Desk]:
         run = self.new_run(_Pool(self.base))
@@ -273,6 +297,7 @@ class MethodSubject(Subject):
                 for q in queries
             },
             stds=dict(zip(sums, desk.stds, strict=True)),
+            rounding=max(torch.finfo(p.dtype).eps / 2 for p in run.model.parameters()),
         )
 
     def restarts(self) -> Iterator[tuple[str, Outcome]]:
@@ -299,8 +324,9 @@ class MethodSubject(Subject):
         run.session.finish = lambda: declared.extend(finish()) or declared  # type: ignore[method-assign, func-returns-value]
         try:
             step = run.step_on(np.arange(len(sample)))
-            for x, y in step:
-                step.backward(self.loss(run.model, x, y))
+            with _same_chance():
+                for x, y in step:
+                    step.backward(self.loss(run.model, x, y))
         finally:
             del run.session.finish
         return declared
@@ -332,7 +358,7 @@ class MethodSubject(Subject):
                     optimizer.step()
                 except Exception as error:
                     facts[f"error in step {number}"] = f"{type(error).__name__}: {error}"
-                for name, tensor in run.model.state_dict().items():
+                for name, tensor in [*run.model.state_dict().items(), *run.model.named_buffers()]:
                     facts[f"{name} after step {number}"] = tensor.clone()
                 facts[f"state of the method after step {number}"] = copy.deepcopy(run.session.state())
                 facts[f"noise in step {number}"] = list(desk.stds)
@@ -348,6 +374,21 @@ def gradient_sum(query: Query, batch: int) -> Tensor:
     scales = query.scales or dict.fromkeys(query.group.parameters, 1.0)
     parts = [(scales[name], p.grad) for name, p in query.group.parameters.items()]
     return torch.cat([part.double().flatten() * scale for scale, part in parts if part is not None]) * batch
+
+
+@contextmanager
+def _same_chance() -> Iterator[None]:
+    """Everybody's generators start at the same place: noise that came from one of them would come again."""
+    state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
 
 
 @contextmanager

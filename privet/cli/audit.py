@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 
 NAME = "audit"
 HELP = "measure the guarantee of a run or of a method"
+_FOR_METHODS = (
+    "--option",
+    "--model",
+    "--data",
+    "--data-dir",
+    "--target",
+    "--noise",
+    "--relation",
+    "--delta",
+    "--canaries",
+    "--inputs-too",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="the data set to try it on (default: digits)")
     parser.add_argument("--data-dir", help="folder with the files of the data set")
     parser.add_argument("--target", help="column of a table that is to be predicted")
-    parser.add_argument("--noise", type=float, default=1.0, help="noise multiplier to try it at (default: %(default)s)")
-    parser.add_argument("--relation", choices=["add_remove", "replace_one"], default="add_remove")
-    parser.add_argument("--delta", type=float, default=1e-5, help="of the claimed epsilon (default: %(default)s)")
-    parser.add_argument("--canaries", type=int, default=1000, help="in the audited training (default: %(default)s)")
+    parser.add_argument("--noise", type=float, help="noise multiplier to try it at (default: 1)")
+    parser.add_argument("--relation", choices=["add_remove", "replace_one"], help="(default: add_remove)")
+    parser.add_argument("--delta", type=float, help="of the claimed epsilon (default: 1e-5)")
+    parser.add_argument("--canaries", type=int, help="in the audited training (default: 1000)")
     parser.add_argument(
         "--inputs-too", action="store_true", help="also a training with records as canaries (black box)"
     )
@@ -56,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _of_run(args: argparse.Namespace) -> Report:
+    if given := [flag for flag in _FOR_METHODS if getattr(args, flag.strip("-").replace("-", "_"))]:
+        raise ConfigError(f"{', '.join(given)} belong to --method: a run is audited as it was made.")
     from ..audit import audit_run  # noqa: PLC0415
 
     return audit_run(args.run, shadows=args.shadows, plot=args.plot, seed=args.seed)
@@ -82,10 +96,10 @@ def _of_method(args: argparse.Namespace) -> Report:
     return audit(
         method_from(args.method, args.option),
         **options,
-        relation=args.relation,
-        noise_multiplier=args.noise,
-        delta=args.delta,
-        canaries=args.canaries,
+        relation=args.relation or "add_remove",
+        noise_multiplier=1.0 if args.noise is None else args.noise,
+        delta=args.delta or 1e-5,
+        canaries=1000 if args.canaries is None else args.canaries,
         inputs_too=args.inputs_too,
         seed=args.seed,
     )
@@ -105,7 +119,9 @@ def _show(report: Report) -> None:
     console.print(table)
     for check in report.failed:
         console.print(f"\n[red]{check.name}[/]: {check.detail}", highlight=False)
-    verdict = "Nothing broke the claim." if report.holds else "[red]The claim is broken.[/]"
+    broken = [check for check in report.failed if check.measured != "stopped"]
+    unfinished = "Some checks could not be finished, so the claim is not confirmed."
+    verdict = "Nothing broke the claim." if report.holds else "[red]The claim is broken.[/]" if broken else unfinished
     console.print(
         f"\n{verdict} Claimed: epsilon {report.claimed:.4g} at delta {report.delta:g}; shown at least: "
         f"{report.lower_bound:.4g}.",
