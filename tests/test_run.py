@@ -679,7 +679,7 @@ def test_public_records_beside_the_private_ones_are_fine() -> None:
     apart: list[tuple[Dataset[Any], Dataset[Any]]] = [
         (Subset(dataset, range(40)), Subset(dataset, range(40, 64))),
         (Subset(dataset, torch.arange(0, 64, 2)), Subset(dataset, torch.arange(1, 64, 2))),  # type: ignore[arg-type]
-        (Subset(Subset(dataset, range(30, 64)), [5]), Subset(dataset, [5])),
+        (Subset(Subset(dataset, range(30, 64)), [5]), Subset(dataset, [5, 36])),
         (Subset(dataset, range(40)), Subset(TensorDataset(x, y), range(40, 64))),
         (TensorDataset(x[:40], y[:40]), TensorDataset(x[40:], y[40:])),
         (dataset, data()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,7 @@ def audit(
             checks += guarded(f"one training with {kind} canaries", training)
     return Report(
         subject=method.name,
-        claimed=trainings[0].claimed if trainings else float("nan"),
+        claimed=trainings[0].claimed if trainings else math.nan,
         lower_bound=max((found.lower_bound for found in trainings), default=0.0),
         delta=delta,
         checks=checks,

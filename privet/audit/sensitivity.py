@@ -85,7 +85,7 @@ class _Search:
             worst = self._try(worst, how, record, position=0)
         if worst.record is None:
             return worst
-        worst = self._climb(worst)
+        worst = self._climb(worst, lambda so_far, record: self._try(so_far, "climbing on the difference", record, 0))
         hardest = worst.record
         assert hardest is not None
         for position in (len(self.base) // 2, len(self.base)):
@@ -106,7 +106,7 @@ class _Search:
 
     def replace_one(self) -> Worst:
         """Pairs of the records that moved most, against each other and against their opposites."""
-        worst = Worst()
+        worst, start = Worst(), None
         best = [record for _, record in sorted(self.found, key=lambda pair: -pair[0])[:3]]
         opposite = [Record(r.number, -r.x, r.y) for r in best if r.x.is_floating_point()]
         others = [Record(STRANGER, r.x, r.y) for r in self.base[:2]]
@@ -117,10 +117,17 @@ class _Search:
                 return Worst(math.inf, _complaint(error), first)
             for second in [*best, *opposite, *others]:
                 if second is not first:
-                    found, how = self._difference(before, [second, *self.base], "replace_one")
+                    found, where = self._difference(before, [second, *self.base], "replace_one")
                     if found > worst.ratio:
-                        worst = Worst(found, f"one hostile record in place of another{how}", second)
-        return worst
+                        worst, start = Worst(found, f"one hostile record in place of another{where}", second), before
+        if start is None:
+            return worst
+
+        def tried(worst: Worst, record: Record) -> Worst:
+            found, where = self._difference(start, [record, *self.base], "replace_one")
+            return Worst(found, f"climbing on the difference{where}", record) if found > worst.ratio else worst
+
+        return self._climb(worst, tried)
 
     def _try(self, worst: Worst, how: str, record: Record, position: int) -> Worst:
         sample = [*self.base[:position], record, *self.base[position:]]
@@ -216,7 +223,7 @@ class _Search:
         power, sign = torch.rand(2, generator=self.random).tolist()
         return Record(record.number, record.x * (1 if sign > 0.5 else -1) * 10 ** (4 * power - 2), record.y)
 
-    def _climb(self, worst: Worst) -> Worst:
+    def _climb(self, worst: Worst, tried: Callable[[Worst, Record], Worst]) -> Worst:
         """Random steps that are kept if the measured difference grows."""
         stride = 0.3
         for _ in range(_CLIMBS):
@@ -229,7 +236,7 @@ class _Search:
             else:
                 size = record.x.abs().clamp(min=1e-3)
                 x = record.x + stride * size * torch.randn(record.x.shape, generator=self.random).to(record.x)
-            better = self._try(worst, "climbing on the difference", Record(STRANGER, x, record.y), 0)
+            better = tried(worst, Record(STRANGER, x, record.y))
             stride = stride * 1.5 if better is not worst else max(stride * 0.8, 1e-3)
             worst = better
         return worst

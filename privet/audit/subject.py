@@ -29,12 +29,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from ..accounting import Relation
-from ..errors import ConfigError
+from ..errors import ConfigError, PrivetError
 from ..methods import Method, Query
 from ..noise import Level, Source
 from ..planning import Budget
 from ..run import Run
 from ..sampling import Poisson, SamplingRule
+
+log = logging.getLogger("privet")
 
 _CHUNK = 5
 """Samples are gone through in chunks of so many records: a bound must hold across them."""
@@ -255,10 +257,15 @@ class MethodSubject(Subject):
 
     def _try_out(self) -> None:
         """An ordinary step, with the checks that a run makes before its first: what a run refuses needs no audit."""
-        with self.new_run(_Pool(self.base), check=True) as run:
-            step = run.step_on(np.arange(len(self.base)))
-            for x, y in step:
-                step.backward(self.loss(run.model, x, y))
+        with self.new_run(_Pool(self.base), check=True) as run, _quiet():
+            try:
+                step = run.step_on(np.arange(len(self.base)))
+                for x, y in step:
+                    step.backward(self.loss(run.model, x, y))
+            except PrivetError:
+                raise
+            except Exception:
+                log.debug("An ordinary step fails; the checks will say how.", exc_info=True)
 
     def _fresh(self) -> tuple[_Pool, Run, Desk]:
         run = self.new_run(_Pool(self.base))

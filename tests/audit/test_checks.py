@@ -17,7 +17,7 @@ from conftest import naive_clipped_sum, naive_gradients
 from scipy import stats
 from torch import Tensor, nn
 
-from privet import Batch, ConfigError, FixedSize, Partition, PerExample, Poisson, Run
+from privet import Batch, ConfigError, FixedSize, Partition, PerExample, Poisson, Refused, Run
 from privet.accounting import Mechanism, epsilon, trade_off
 from privet.audit import (
     Check,
@@ -315,7 +315,7 @@ def test_a_bound_with_a_hole_fails_and_says_where(bound: Bound, bias: bool, how:
 def test_only_the_replaced_record_breaks_a_bound_that_forgets_to_count_it_twice() -> None:
     checks, _ = check_sensitivity(mine(replaced=1.0))
     assert failed(checks) == ["sensitivity, a record replaced"]
-    assert 1.6 < checks[1].measured < 2 and "in place of another" in checks[1].detail
+    assert 1.6 < checks[1].measured < 2
 
 
 def test_the_multiplier_is_that_of_the_relation_in_the_accountants_basis() -> None:
@@ -398,7 +398,7 @@ def test_a_deviation_of_a_twentieth_is_surely_found_and_one_of_a_hundredth_is_no
     for seed in range(5):
         for factor in (0.95, 1.05):
             found = failed(check_noise(Stub(gaussian(seed, factor), sizes=[100], stds=[3.0])))
-            assert found == ["spread of the noise in 'sum 0'"]
+            assert "spread of the noise in 'sum 0'" in found
         assert not failed(check_noise(Stub(gaussian(seed, 0.99), sizes=[100], stds=[3.0])))
 
 
@@ -417,6 +417,15 @@ def noise_of(kind: str) -> Stub:
             return np.random.default_rng(step // 2).normal(size=100)
         if kind == "halves repeat":
             z[30:60], z[80:] = z[:30], z[60:80]
+        if kind == "neighbours share":
+            z[1::2] = z[::2]
+        if kind == "the last step's, shifted":
+            return np.roll(np.random.default_rng(step // 2).normal(size=100), 5 * (step % 2))
+        if kind == "comes back after thirty steps":
+            return np.random.default_rng(step % 30).normal(size=100)
+        if kind == "cut off":
+            z = np.where(np.abs(z) > 2.5, generator.uniform(-2.5, 2.5, size=100), z)
+            return z / 0.9567  # its own deviation
         return z
 
     return Stub(draw, *([(40, 30, 30), (2.0, 0.5, 1.0)] if "three" in kind else []))
@@ -430,10 +439,14 @@ def noise_of(kind: str) -> Stub:
         ("the last two of three sums are the same", "independence: noise of different sums"),
         ("each second step repeats", "independence: noise of different steps"),
         ("halves repeat", "independence: noise within a sum"),
+        ("neighbours share", "independence: noise within a sum"),
+        ("the last step's, shifted", "independence: noise of different steps"),
+        ("comes back after thirty steps", "independence: noise of 200 steps"),
+        ("cut off", "noise beyond 3 deviations"),
     ],
 )
 def test_noise_of_the_right_spread_that_is_wrong_otherwise(kind: str, check: str) -> None:
-    assert failed(check_noise(noise_of(kind))) == [check]
+    assert check in failed(check_noise(noise_of(kind)))
 
 
 def test_noise_that_is_met_again_after_a_restart() -> None:
@@ -582,6 +595,37 @@ class Sorted(Partition):
             yield order[step * size // count : (step + 1) * size // count]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HalfRate(Poisson):
+    """Drawn with rate q, accounted with q/2."""
+
+    def _cost(self, records: int) -> dict[str, Any]:
+        return {"kind": "poisson", "rate": self.batch / records / 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrueRate(Poisson):
+    """The rate is that of the true number of records, which is not public."""
+
+    def _samples(self, *, size: int, records: int, **options: Any) -> Iterator[Sample]:
+        return super()._samples(size=size, records=size, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EverySecond(Poisson):
+    """Each sample comes twice, with one between."""
+
+    def _samples(self, *, steps: int, **options: Any) -> Iterator[Sample]:
+        first, second, *_ = super()._samples(steps=max(2, steps), **options)
+        for step in range(steps):
+            yield (first, second)[step % 2]
+
+
+@pytest.mark.parametrize("rule", [HalfRate(batch=6), TrueRate(batch=6), EverySecond(batch=6)], ids=repr)
+def test_a_rate_or_an_order_that_is_not_the_accounted_one_fails(rule: Poisson) -> None:
+    assert failed(check_sampling(rule, "add_remove", Source("seeded", seed=0)))
+
+
 @pytest.mark.parametrize("batch", [1, 6, 64])
 @pytest.mark.parametrize(
     ("rule", "relation"),
@@ -597,7 +641,7 @@ def test_samples_that_are_drawn_as_accounted_pass(rule: Any, relation: Any, batc
     ("rule", "relation", "check"),
     [
         (Shuffled(batch=6), "add_remove", "sizes of samples vary as those of independent coins"),
-        (Shuffled(batch=6), "add_remove", "records meet in two steps as often as accounted"),
+        (Shuffled(batch=6), "add_remove", "records meet in steps 1 apart as often as accounted"),
         (TooMany(batch=6), "add_remove", "every record has the same rate"),
         (Twice(batch=6), "add_remove", "no record is twice in a sample"),
         (Lucky(batch=6), "add_remove", "every record has the same rate"),
@@ -794,3 +838,67 @@ def test_an_audit_without_records_is_refused() -> None:
     for none in ((x[:0], y[:0]), (x, y[:3])):
         with pytest.raises(ConfigError, match="needs records"):
             audit(PerExample(clip=1.0), network(), none)
+
+
+# What a hostile review found
+
+
+def test_a_second_accountant_stays_below_the_truth_over_very_many_steps() -> None:
+    for sigma, count, delta in ((500.0, 500_000, 1e-5), (50.0, 100_000, 1e-12), (10.0, 10_000, 1e-13)):
+        whole = Mechanism(kind="poisson", rate=1.0, noise_multiplier=sigma)
+        assert epsilon_from_below(whole, count, delta) <= gdp_epsilon(math.sqrt(count) / sigma, delta)
+
+
+def test_a_factor_that_depends_on_the_others_norms_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = PerExample.weights
+
+    def by_second_largest(self: PerExample, squares: Tensor, clip: float) -> Tensor:
+        top = squares.sort().values[-2:].min().clamp(min=clip**2).sqrt()
+        return torch.full_like(squares, float(clip / top))
+
+    monkeypatch.setattr(PerExample, "weights", by_second_largest)
+    checks, _ = check_sensitivity(MethodSubject(PerExample(clip=1.0), network(), records()))
+    assert failed(checks)
+    monkeypatch.setattr(PerExample, "weights", weights)
+
+
+def test_noise_from_the_generator_that_everybody_seeds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seeded(self: Source, total: Tensor, std: float, *, out: Tensor | None = None) -> Tensor:
+        return (out if out is not None else total.clone()).copy_(total + std * torch.randn(total.shape))
+
+    monkeypatch.setattr(Source, "add_noise", seeded)
+    checks = check_noise(MethodSubject(PerExample(clip=1.0), network(), records()))
+    assert "independence: noise of different steps" in failed(checks)
+
+
+def test_noise_that_is_left_out_where_a_sum_is_zero_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_noise = Source.add_noise
+
+    def sparse(self: Source, total: Tensor, std: float, *, out: Tensor | None = None) -> Tensor:
+        mask = total != 0
+        noisy = add_noise(self, total, std, out=out)
+        return noisy.mul_(mask)
+
+    monkeypatch.setattr(Source, "add_noise", sparse)
+    checks = check_noise(MethodSubject(PerExample(clip=1.0), network(), records()))
+    assert "spread of the noise in 'all, of nobody, over the stated'" in failed(checks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_dropout_and_other_precisions_are_no_fault(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)).to(dtype)
+    x, y = records()
+    checks, _ = check_sensitivity(MethodSubject(PerExample(clip=1.0), model, (x.to(dtype), y)))
+    assert not failed(checks), [check.detail for check in checks]
+
+
+def test_what_cannot_be_audited_is_said() -> None:
+    x, y = records()
+    with pytest.raises(ConfigError, match="two tensors"):
+        audit(PerExample(), network(), [(x[0], y[0])])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="noise must be positive"):
+        audit(PerExample(), network(), (x, y), noise_multiplier=0)
+    with pytest.raises(ConfigError, match="at least 2"):
+        audit(PerExample(), network(), (x, y), canaries=1)
+    with pytest.raises(Refused, match="BatchNorm"):
+        audit(PerExample(), nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (x, y))
