@@ -676,7 +676,8 @@ def test_a_record_that_ruins_the_local_steps_of_its_group_adds_nothing() -> None
     [
         ({"local_steps": 0}, "local_steps must be a whole number of at least 1"),
         ({"local_lr": 0.0}, "local_lr must be a positive number"),
-        ({"local_optimizer": "Magic"}, "which torch.optim does not have"),
+        ({"local_optimizer": "Magic"}, "name a first-order one of torch.optim"),
+        ({"local_optimizer": "LBFGS"}, "name a first-order one of torch.optim"),
         ({"local_momentum": 1.0}, "local_momentum must be at least 0 and below 1"),
         ({"local_optimizer": "Adam", "local_momentum": 0.5}, "belongs to local_optimizer SGD"),
         ({"sparsify": -1}, "sparsify must be a whole number of at least 0"),

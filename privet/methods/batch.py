@@ -85,8 +85,9 @@ class Batch(Clipping):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be a whole number of at least {least}, and is {value!r}.")
         positive("local_lr", self.local_lr)
-        if not isinstance(getattr(torch.optim, self.local_optimizer, None), type):
-            raise ConfigError(f"local_optimizer is {self.local_optimizer!r}, which torch.optim does not have.")
+        kind = getattr(torch.optim, self.local_optimizer, None)
+        if not isinstance(kind, type) or self.local_optimizer in ("Optimizer", "LBFGS", "SparseAdam"):
+            raise ConfigError(f"local_optimizer is {self.local_optimizer!r}: name a first-order one of torch.optim.")
         if not 0 <= self.local_momentum < 1 or (self.local_momentum and self.local_optimizer != "SGD"):
             raise ConfigError("local_momentum must be at least 0 and below 1, and belongs to local_optimizer SGD.")
         if self.sparsify and self.factors:
@@ -135,6 +136,7 @@ class _BatchSession(Session):
         _refuse_unsafe_layers(model, self.public)
         self._listening = False
         self._learning = False
+        self._trained = [layer for layer in self._statistics if layer.training]
         self._handles: list[RemovableHandle] = []
         for layer in model.modules():
             if isinstance(layer, _BatchNorm):
@@ -263,13 +265,17 @@ class _BatchSession(Session):
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """BatchNorm gathers the mean of its statistics over the public batches, from nothing."""
+        """BatchNorm gathers the mean of its statistics over the public batches, from nothing.
+
+        Of layers that are trained: one that was set to `eval` keeps the statistics that it came with.
+        """
         if not self._learning:
             self._learning = True
-            for layer in self._statistics:
+            self._trained = [layer for layer in self._statistics if layer.training] or self._trained
+            for layer in self._trained:
                 layer.reset_running_stats()
-        before = [(layer, layer.training, layer.momentum) for layer in self._statistics]
-        for layer in self._statistics:
+        before = [(layer, layer.training, layer.momentum) for layer in self._trained]
+        for layer in self._trained:
             layer.training, layer.momentum = True, None
         try:
             yield
