@@ -3,8 +3,8 @@
 Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both; the median
 of many. Memory: the peak of a fresh process for each (the accountant, which no step needs, is not loaded there: it
 takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever memory
-layout is faster for the model; the private one may choose its layout too. Both may keep freed memory (`privet.memory`),
-as `privet train` does, which makes both faster and the ratio another. A private step is a whole one: forward and
+layout is faster for the model; the private one may choose its layout too. Both keep freed memory (`privet.memory`), as
+every run does unless it is told not to, which makes both faster. A private step is a whole one: forward and
 backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step.
 """
 
@@ -98,7 +98,7 @@ def ordinary(case: Case, layout: str) -> Callable[[], None]:
     return step
 
 
-def private(case: Case, layout: str, method: Method, ledger: Path) -> Callable[[], None]:
+def private(case: Case, layout: str, method: Method, ledger: Path, keep_memory: bool) -> Callable[[], None]:
     """The same step made private, at the default noise level, with a ledger on disk."""
     model, (x, y) = case.network(layout), case.records(layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -111,6 +111,7 @@ def private(case: Case, layout: str, method: Method, ledger: Path) -> Callable[[
         records=100 * case.batch,
         public=TensorDataset(x[:2].clone(), y[:2].clone()),  # what BatchNorm asks for; no step here reads it
         ledger=ledger / f"{layout}.ledger",
+        keep_memory=keep_memory,
     )
     chunk = Chunk(size=case.batch, last_of_unit=True)
 
@@ -124,13 +125,13 @@ def private(case: Case, layout: str, method: Method, ledger: Path) -> Callable[[
     return step
 
 
-def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: bool = False) -> dict[str, Any]:
+def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: bool = True) -> dict[str, Any]:
     """Times and peak memory of both steps, with their ratios; `keep_memory` holds for both."""
     if repetitions < 1:
         raise ConfigError(f"repetitions must be at least 1, and is {repetitions}.")
     if keep_memory:
         keep_freed_memory()
-    times = _times(case, method, repetitions)
+    times = _times(case, method, repetitions, keep_memory)
     best: dict[str, str] = {}
     for kind in ("ordinary", "private"):
         _, best[kind] = min((times[kind, layout], layout) for layout in case.layouts)
@@ -155,12 +156,12 @@ def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: b
     }
 
 
-def _times(case: Case, method: Method, repetitions: int) -> dict[tuple[str, str], float]:
+def _times(case: Case, method: Method, repetitions: int, keep_memory: bool) -> dict[tuple[str, str], float]:
     with tempfile.TemporaryDirectory() as folder:
         steps: dict[tuple[str, str], Callable[[], None]] = {}
         for layout in case.layouts:
             steps["ordinary", layout] = ordinary(case, layout)
-            steps["private", layout] = private(case, layout, method, Path(folder))
+            steps["private", layout] = private(case, layout, method, Path(folder), keep_memory)
         taken: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
         for turn in range(_WARM_UP + repetitions):
             for key, step in steps.items():
@@ -219,7 +220,8 @@ def _memory_worker(task: dict[str, Any]) -> None:
         if task["kind"] == "ordinary":
             step = ordinary(case, task["layout"])
         else:
-            step = private(case, task["layout"], method_named(task["method"], **task["options"]), Path(folder))
+            method = method_named(task["method"], **task["options"])
+            step = private(case, task["layout"], method, Path(folder), task["keep_memory"])
         for _ in range(_MEMORY_STEPS):
             step()
         peak = _peak_of_this_process()

@@ -25,6 +25,7 @@ from . import checkpoint
 from .accounting import Guarantee, Relation, Spent, count_for, epsilon
 from .errors import BudgetExceeded, ConfigError, Refused
 from .ledger import Entry, Ledger
+from .memory import keep_freed_memory
 from .methods import Method, Setting
 from .noise import Level, Source
 from .planning import Budget, plan, steps_within
@@ -75,6 +76,7 @@ class Run:
             the batch count users, and the method must take users for groups (`Batch(record_groups="user")`).
         public: records that need no protection, in the form of the data set's. Methods that learn from such
             (thresholds, statistics of BatchNorm) go through them at the start of each epoch, through the same loop.
+        keep_memory: whether freed memory stays with this process (`privet.memory`), which makes every step faster.
         check: whether the user's losses are tried on made-up records before the first step (`privet.probe`).
 
     Formal guarantee: all that this run releases through `p.grad`, in all its steps together, is
@@ -102,8 +104,11 @@ class Run:
         users: Sequence[Hashable] | None = None,
         public: Dataset[Any] | None = None,
         check: bool = True,
+        keep_memory: bool = True,
         run_id: str | None = None,
     ) -> None:
+        if keep_memory:
+            keep_freed_memory()
         self._users = None if users is None else _records_of(users, _length(dataset))
         self.size = _length(dataset) if self._users is None else len(self._users)
         if (method.unit == "user") != (users is not None):

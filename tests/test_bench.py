@@ -27,7 +27,7 @@ def test_the_command_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_private_step_is_a_whole_one(tmp_path: Path) -> None:
     """Noise is drawn and the ledger is charged in every step that is timed."""
-    step = private(Case(model="mlp", batch=4), "contiguous", method("per-example"), tmp_path)
+    step = private(Case(model="mlp", batch=4), "contiguous", method("per-example"), tmp_path, keep_memory=False)
     for _ in range(3):
         step()
     with Ledger(tmp_path / "contiguous.ledger", create=False) as ledger:

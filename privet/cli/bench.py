@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repetitions", type=int, default=15, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads for torch (default: its own choice)")
-    parser.add_argument("--keep-memory", action="store_true", help="keep freed memory in both, as privet train does")
+    parser.add_argument(
+        "--keep-memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether both keep freed memory, as runs do by default",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ..memory import keep_freed_memory  # noqa: PLC0415
     from ..reproduce import find_study, read_results, run_study  # noqa: PLC0415
     from .train import _stopping  # noqa: PLC0415
 
@@ -57,7 +56,6 @@ def main(args: argparse.Namespace) -> int:
     if args.list or args.table:
         _print(study, read_results(out), out, args)
         return 0
-    keep_freed_memory()
     failed: list[str] = []
     with _stopping() as stop:
         results = run_study(

@@ -40,10 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from ..memory import keep_freed_memory  # noqa: PLC0415
     from ..training import to_json, train  # noqa: PLC0415
 
-    keep_freed_memory()
     config = _resumed(args) if args.resume else _configured(args)
     with ExitStack() as stack:
         stop = stack.enter_context(_stopping())
