@@ -12,13 +12,13 @@ import safetensors
 import safetensors.torch
 from torch import nn
 
-from ..data import Data, load
+from ..data import Data
 from ..errors import ConfigError
 from ..methods import Method
 from ..methods import method as make_method
 from ..nn import build
 from ..sampling import SamplingRule
-from ..training import SAMPLING, TrainConfig
+from ..training import SAMPLING, TrainConfig, load_data
 
 _FILES = ("config.toml", "privacy.json", "model.safetensors")
 _NEEDED = {"epsilon", "delta", "epsilon_is", "mechanism", "compositions", "steps", "records", "held_out", "groups"}
@@ -87,17 +87,7 @@ def _read(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
 def _data(folder: Path, config: TrainConfig) -> Data:
     """The records as the run had them: the same file, the same seed, hence the same records held out."""
     try:
-        data = load(
-            config.data,
-            data_dir=None if config.data_dir is None else Path(config.data_dir),
-            target=config.target,
-            test_fraction=config.test_fraction,
-            validation=config.validation,
-            bounds=None if config.bounds is None else {k: (v[0], v[1]) for k, v in config.bounds.items()},
-            users=config.users,
-            public=config.public,
-            seed=config.seed,
-        )
+        data = load_data(config)
     except ConfigError as error:
         raise ConfigError(
             f"The records of the run in {folder} cannot be had again, and without them nobody's membership can be "

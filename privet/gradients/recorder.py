@@ -148,13 +148,7 @@ class Recorder:
 
     def refuse_changes(self) -> None:
         """Refuses a model whose parameters are not those that were hooked."""
-        now = dict(self.model.named_parameters())
-        for name in now.keys() | self._parameters.keys():
-            if now.get(name) is not self._parameters.get(name):
-                raise Refused(
-                    f"Parameter '{name}' was added to the model, taken away or replaced after the Run was made, so it "
-                    "is not protected. Change the model first, then make the Run."
-                )
+        refuse_changes(self.model, self._parameters)
 
     def backward(self, losses: Tensor) -> dict[str, PerRecord]:
         """Each record's gradient of its own loss, by parameter name; parameters that no loss reached are absent.
@@ -303,6 +297,17 @@ class Recorder:
                 "functionally, for example as F.linear(x, layer.weight) or in a penalty on weights), so its records "
                 "cannot be told apart. Call the layer itself, move the use into a module that owns the parameter, "
                 "or freeze it; a penalty on weights belongs into the optimizer's weight_decay."
+            )
+
+
+def refuse_changes(model: nn.Module, known: Mapping[str, nn.Parameter]) -> None:
+    """Refuses a model whose parameters are not the ones known."""
+    now = dict(model.named_parameters())
+    for name in now.keys() | known.keys():
+        if now.get(name) is not known.get(name):
+            raise Refused(
+                f"Parameter '{name}' was added to the model, taken away or replaced after the Run was made, so it "
+                "is not protected. Change the model first, then make the Run."
             )
 
 

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, Refused
+from ..gradients.recorder import refuse_changes
 from ..noise import Source
 from ..sampling import Sample
 from .base import ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
@@ -181,7 +182,7 @@ class _BatchSession(Session):
             )
 
     def begin(self) -> None:
-        self._refuse_changes()
+        refuse_changes(self.model, self._all)
         self._leave_local()
         _refuse_unsafe_layers(self.model, self.public)  # layers may have been switched to training mode
         self.thresholds.begin()
@@ -305,15 +306,6 @@ class _BatchSession(Session):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _refuse_changes(self) -> None:
-        now = dict(self.model.named_parameters())
-        for name in now.keys() | self._all.keys():
-            if now.get(name) is not self._all.get(name):
-                raise Refused(
-                    f"Parameter '{name}' was added to the model, taken away or replaced after the Run was made, so it "
-                    "is not protected. Change the model first, then make the Run."
-                )
 
     def _drop_strays(self) -> list[str]:
         strays = [name for name, p in self._all.items() if p.grad is not None]

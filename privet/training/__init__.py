@@ -9,6 +9,6 @@ were trained on: accuracy and loss are those of held-out records (rule 9).
 
 from .config import TrainConfig, default_delta, settle
 from .folder import to_json
-from .loop import SAMPLING, Progress, Result, train
+from .loop import SAMPLING, Progress, Result, load_data, train
 
-__all__ = ["SAMPLING", "Progress", "Result", "TrainConfig", "default_delta", "settle", "to_json", "train"]
+__all__ = ["SAMPLING", "Progress", "Result", "TrainConfig", "default_delta", "load_data", "settle", "to_json", "train"]

@@ -105,17 +105,7 @@ def train(
     started = time.perf_counter()
     if config.threads:
         torch.set_num_threads(config.threads)
-    data = load(
-        config.data,
-        data_dir=None if config.data_dir is None else Path(config.data_dir),
-        target=config.target,
-        test_fraction=config.test_fraction,
-        validation=config.validation,
-        bounds=None if config.bounds is None else {k: _pair(k, v) for k, v in config.bounds.items()},
-        users=config.users,
-        public=config.public,
-        seed=config.seed,
-    )
+    data = load_data(config)
     config = settle(config, data)
     budget, sampling, model = _budget(config), _sampling(config), _model(config, data)
     method = make_method(config.method, **config.method_options)
@@ -168,6 +158,21 @@ def train(
         raise
     finally:
         place.close()
+
+
+def load_data(config: TrainConfig) -> Data:
+    """The records of a training: the same for the same configuration and files, those held out included."""
+    return load(
+        config.data,
+        data_dir=None if config.data_dir is None else Path(config.data_dir),
+        target=config.target,
+        test_fraction=config.test_fraction,
+        validation=config.validation,
+        bounds=None if config.bounds is None else {k: _pair(k, v) for k, v in config.bounds.items()},
+        users=config.users,
+        public=config.public,
+        seed=config.seed,
+    )
 
 
 def _statement(result: Result, data: Data) -> dict[str, Any]:

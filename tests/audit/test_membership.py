@@ -276,12 +276,12 @@ def test_what_cannot_be_attacked_is_named(digits: Path, tmp_path: Path, monkeypa
     (tmp_path / "privacy.json").write_text("{}")
     with pytest.raises(ConfigError, match="damaged"):
         infer_membership(tmp_path)
-    real = module.load
+    real = module.load_data
 
     def numbers(*args: Any, **options: Any) -> Any:
         data = real(*args, **options)
         return replace(data, train=TensorDataset(data.train.tensors[0], data.train.tensors[1].float()))
 
-    monkeypatch.setattr(module, "load", numbers)
+    monkeypatch.setattr(module, "load_data", numbers)
     with pytest.raises(ConfigError, match="classes only"):
         infer_membership(digits)
