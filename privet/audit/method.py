@@ -119,7 +119,7 @@ def check_layers(method: Method, seed: int = 0) -> list[Check]:
             checks.append(Check(name=f"layer {name}", holds=True, measured="refused", detail=str(refusal)))
             continue
         with subject:
-            found = guarded(f"layer {name}", lambda: check_sensitivity(subject, seed)[0])  # noqa: B023 - called here
+            found = guarded(f"layer {name}", lambda: check_sensitivity(subject, seed, crowds=False)[0])  # noqa: B023 - called here
         worst = max(found[:2], key=lambda check: (not check.holds, check.measured or 0.0))
         checks.append(
             Check(name=f"layer {name}", holds=worst.holds, measured=worst.measured, bound=1.0, detail=worst.detail)

@@ -38,9 +38,12 @@ class Worst:
     record: Record | None = None
 
 
-def check_sensitivity(subject: Subject, seed: int = 0) -> tuple[list[Check], Record | None]:
-    """Both relations, and whether the declared numbers make up the claimed multiplier; also the worst record found."""
-    search = _Search(subject, seed)
+def check_sensitivity(subject: Subject, seed: int = 0, *, crowds: bool = True) -> tuple[list[Check], Record | None]:
+    """Both relations, and whether the declared numbers make up the claimed multiplier; also the worst record found.
+
+    `crowds`: also among samples of hostile records, and with a longer search for what replaces one.
+    """
+    search = _Search(subject, seed, crowds)
     added, replaced = search.add_remove(), search.replace_one()
     checks = [
         _verdict("sensitivity, a record added or removed", added),
@@ -69,8 +72,8 @@ def _verdict(name: str, worst: Worst) -> Check:
 
 
 class _Search:
-    def __init__(self, subject: Subject, seed: int) -> None:
-        self.subject, self.base = subject, subject.base
+    def __init__(self, subject: Subject, seed: int, crowds: bool) -> None:
+        self.subject, self.base, self.crowds = subject, subject.base, crowds
         self.random = torch.Generator().manual_seed(seed)
         self.without = subject.step(self.base, noise=False)
         self.found: list[tuple[float, Record]] = []
@@ -93,8 +96,9 @@ class _Search:
         found, where = self._alone(hardest)
         if found > worst.ratio:
             worst = Worst(found, f"the worst of all, alone in its sample{where}", hardest)
-        for record in (hardest, Record(STRANGER, self.base[-1].x, self.base[-1].y)):
-            worst = self._in_crowds(worst, record)
+        if self.crowds:
+            for record in (hardest, Record(STRANGER, self.base[-1].x, self.base[-1].y)):
+                worst = self._in_crowds(worst, record)
         return worst
 
     def _alone(self, record: Record) -> tuple[float, str]:
@@ -120,7 +124,7 @@ class _Search:
                     found, where = self._difference(before, [second, *self.base], "replace_one")
                     if found > worst.ratio:
                         worst, start = Worst(found, f"one hostile record in place of another{where}", second), before
-        if start is None:
+        if start is None or not self.crowds:
             return worst
 
         def tried(worst: Worst, record: Record) -> Worst:

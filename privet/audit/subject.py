@@ -230,7 +230,8 @@ class MethodSubject(Subject):
         self._pool, self.run, self._desk = self._fresh()
         if public is not None:  # thresholds are learned in the first step of an epoch
             self._desk.begin("off")
-            self._take(self._pool, self.run, self._desk, self.base)
+            with _quiet():
+                self._take(self._pool, self.run, self._desk, self.base)
         self._start = copy.deepcopy(self.run.model.state_dict())
         self._state = self.run.session.state()
 
