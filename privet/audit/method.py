@@ -114,7 +114,8 @@ def check_layers(method: Method, seed: int = 0) -> list[Check]:
     for name, (model, records) in examples(seed).items():
         try:
             x, y = records
-            subject = MethodSubject(method, model, records, public=(x.flip(0).contiguous(), y.flip(0).contiguous()))
+            others = x.flip(0).contiguous(), y.flip(0).contiguous()
+            subject = MethodSubject(method, model, records, public=others, chunk=2 * len(x))
         except Refused as refusal:
             checks.append(Check(name=f"layer {name}", holds=True, measured="refused", detail=str(refusal)))
             continue

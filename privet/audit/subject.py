@@ -16,7 +16,7 @@ import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +38,6 @@ from ..sampling import Poisson, SamplingRule
 
 log = logging.getLogger("privet")
 
-_CHUNK = 5
-"""Samples are gone through in chunks of so many records: a bound must hold across them."""
 _BASE = 12
 """So many ordinary records make up the sample that hostile ones join."""
 
@@ -186,6 +184,7 @@ class MethodSubject(Subject):
         records: inputs and targets of ordinary records, one row each; a dozen are enough for all but whole trainings.
         loss: (model, inputs, targets) to one loss per record; cross-entropy by default.
         public: inputs and targets of public records, for methods that learn from such.
+        chunk: samples are gone through in chunks of so many records, as a bound must hold across them.
 
     Where the method bounds users, each record is a user of its own.
     """
@@ -203,6 +202,7 @@ class MethodSubject(Subject):
         noise_multiplier: float = 1,
         delta: float = 1e-5,
         noise_level: Level = "system",
+        chunk: int = 5,
         name: str | None = None,
     ) -> None:
         if not (isinstance(records, tuple) and len(records) == 2 and all(isinstance(r, Tensor) for r in records)):
@@ -220,7 +220,7 @@ class MethodSubject(Subject):
         self.sampling = sampling or Poisson(batch=max(1, len(self.base) // 2))
         self.basis = self.sampling.sensitivity_basis(relation)
         self.noise_multiplier, self.delta, self.noise_level = noise_multiplier, delta, noise_level
-        self._users = method.unit == "user"
+        self._users, self._chunk = method.unit == "user", chunk
         self._public = None if public is None else TensorDataset(*public)
         self._model = copy.deepcopy(model)
         for layer in self._model.modules():  # what dropout draws has nothing to do with the records
@@ -252,7 +252,7 @@ class MethodSubject(Subject):
             relation=self.relation,
             noise_level=self.noise_level,
             public=self._public,
-            physical_batch=_CHUNK if isinstance(dataset, _Pool) else "auto",
+            physical_batch=self._chunk if isinstance(dataset, _Pool) else "auto",
             check=check,
         )
 
@@ -332,7 +332,7 @@ class MethodSubject(Subject):
         run.session.finish = lambda: declared.extend(finish()) or declared  # type: ignore[method-assign, func-returns-value]
         try:
             step = run.step_on(np.arange(len(sample)))
-            with _same_chance():
+            with nullcontext() if desk.mode == "off" else _same_chance():
                 for x, y in step:
                     step.backward(self.loss(run.model, x, y))
         finally:
@@ -387,16 +387,16 @@ def gradient_sum(query: Query, batch: int) -> Tensor:
 @contextmanager
 def _same_chance() -> Iterator[None]:
     """Everybody's generators start at the same place: noise that came from one of them would come again."""
-    state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        np.random.seed(0)
-        random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(state[0])
-            np.random.set_state(state[1])
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    random.seed(0)
+    np.random.seed(0)  # the one that others may draw from
+    torch.default_generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
 
 
 @contextmanager

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shadows", type=int, default=0, help="shadow models for the LiRA attack on a run (4 or more)")
     parser.add_argument("--plot", metavar="FILE", help="draw the attacks on a run beside the promised curve (SVG, PNG)")
+    parser.add_argument("--threads", type=int, help="threads for torch (default: 1 for small networks, else its own)")
     parser.add_argument("--seed", type=int, default=0, help="of the audit's own choices (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -59,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if (args.run is None) == (args.method is None):
         raise ConfigError("Name either the folder of a run or --method: privet audit RUN_FOLDER, or --method NAME.")
+    import torch  # noqa: PLC0415
+
+    small = args.method is not None and args.model is None  # where threads cost more than they give
+    if args.threads or small:
+        torch.set_num_threads(args.threads or 1)
     report = _of_run(args) if args.run is not None else _of_method(args)
     if args.json:
         print(json.dumps(report.to_json()))
