@@ -574,14 +574,28 @@ def _records_of(users: Sequence[Hashable], size: int) -> list[Sample]:
 def refuse_overlap(private: Dataset[Any], public: Dataset[Any]) -> None:
     """Refuses public records that are private ones: by identity, as far as it can be seen without reading them."""
     (private, inside), (public, outside) = _unwrapped(private), _unwrapped(public)
-    same = private is public
+    same, shared = private is public, False
     if isinstance(private, TensorDataset) and isinstance(public, TensorDataset):
-        same = same or any(a.data_ptr() == b.data_ptr() for a in private.tensors for b in public.tensors)
-    if same and (inside is None or outside is None or not inside.isdisjoint(outside)):
+        pairs = [(a, b) for a in private.tensors for b in public.tensors]
+        same = same or any(a.data_ptr() == b.data_ptr() for a, b in pairs)
+        shared = not same and any(_share_memory(a, b) for a, b in pairs)  # slices, whose numbers do not match
+    if shared or (same and (inside is None or outside is None or not inside.isdisjoint(outside))):
         raise ConfigError(
             "The public records overlap with the private ones: some of them are the same items of the same data set. "
-            "Give records of their own, or two torch.utils.data.Subset without a common index."
+            "Give records of their own (a copy, or a slice that ends before the other begins), or two "
+            "torch.utils.data.Subset without a common index."
         )
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors overlap in memory, as slices of one may do: by their first and last byte."""
+    (start, end), (other_start, other_end) = _extent(a), _extent(b)
+    return start < other_end and other_start < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    steps = sum(step * (length - 1) for step, length in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (steps + 1 if tensor.numel() else 0)
 
 
 def _unwrapped(dataset: Dataset[Any]) -> tuple[Dataset[Any], set[int] | None]:

@@ -667,6 +667,8 @@ def test_public_records_that_are_private_ones_are_refused() -> None:
         (dataset, TensorDataset(x, y)),
         (Subset(dataset, range(40)), Subset(TensorDataset(x, y.clone()), range(39, 64))),
         (dataset, TensorDataset(x[:10], y[:10].clone())),
+        (dataset, TensorDataset(x[50:], y[50:].clone())),
+        (TensorDataset(x[:40], y[:40]), TensorDataset(x[39:], y[39:])),
     ]
     for private, public in overlapping:
         with pytest.raises(ConfigError, match="The public records overlap with the private ones"):
