@@ -330,8 +330,9 @@ class _Pld(_Curve):
 
     def points(self) -> tuple[_Array, _Array]:
         grid = np.linspace(0, self.epsilon(max(1e-8, 4 * self.margin)), 128)
-        deltas = np.asarray(self._pld.get_delta_for_epsilon(grid), dtype=np.float64)
-        return grid, np.clip(deltas, 0, 1) + self.margin
+        with np.errstate(over="ignore", invalid="ignore"):
+            deltas = np.asarray(self._pld.get_delta_for_epsilon(grid), dtype=np.float64)
+        return grid, np.clip(np.nan_to_num(deltas, nan=1.0), 0, 1) + self.margin  # 1 where e^epsilon overflowed
 
 
 class _Rdp(_Curve):

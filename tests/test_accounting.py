@@ -456,3 +456,8 @@ def test_import_is_cheap():
     tree = ast.parse(Path(accounting.__file__).read_text(encoding="utf-8"))
     top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not [line for line in top if "dp_accounting" in line or "scipy" in line or "torch" in line]
+
+
+def test_a_trade_off_curve_of_a_huge_epsilon_is_a_number():
+    curve = trade_off([(poisson(0.177, 64 / 54000), 42200)], [0.0, 0.01, 0.5, 1.0])
+    assert np.all((curve >= 0) & (curve <= 1))

@@ -52,6 +52,8 @@ def audit(
         raise ConfigError(f"An audit needs noise to look at: noise must be positive, and is {noise_multiplier!r}.")
     if canaries < 2:
         raise ConfigError(f"canaries must be at least 2, and is {canaries!r}.")
+    if (model is None) != (records is None):
+        raise ConfigError("Give a model and records for it, or neither: then both are embedded ones.")
     checks: list[Check] = []
     if model is None or records is None:
         model, (x, y) = digits_example()
@@ -149,7 +151,7 @@ def guarded(name: str, check: Callable[[], list[Check]]) -> list[Check]:
 
 def _ceiling(found: OneRun) -> str:
     return (
-        f"The training with {found.kind} canaries cannot show more than epsilon {found.ceiling:.3g} (95% confidence): "
+        f"The training with {found.kind} canaries cannot show more than epsilon {found.ceiling:.3g}: "
         f"so much would follow if all {found.canaries} canaries were guessed right. Of {found.guesses} guesses "
         f"{found.correct} were, which refutes Gaussian trade-off curves up to mu {found.mu:.3g}."
     )

@@ -232,6 +232,7 @@ class MethodSubject(Subject):
             self._desk.begin("off")
             with _quiet():
                 self._take(self._pool, self.run, self._desk, self.base)
+        self._steps_done = self.run.steps_done
         self._start = copy.deepcopy(self.run.model.state_dict())
         self._state = self.run.session.state()
 
@@ -289,6 +290,7 @@ class MethodSubject(Subject):
         self._desk.begin("noise" if noise else "off")
         self.run.model.load_state_dict(self._start)
         self.run.session.load_state(self._state)
+        self.run.steps_done = self._steps_done  # always the same step: what depends on the epoch stays as it is
         return self._release(self._pool, self.run, self._desk, sample)
 
     def _release(self, pool: _Pool, run: Run, desk: Desk, sample: Sequence[Record]) -> Outcome:

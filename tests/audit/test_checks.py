@@ -902,3 +902,13 @@ def test_what_cannot_be_audited_is_said() -> None:
         audit(PerExample(), network(), (x, y), canaries=1)
     with pytest.raises(Refused, match="BatchNorm"):
         audit(PerExample(), nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (x, y))
+
+
+def test_a_threshold_that_decays_is_no_fault() -> None:
+    subject = MethodSubject(PerExample(clip=1.0, clip_decay=0.9), network(), records())
+    assert not failed(check_sensitivity(subject)[0]) and not failed(check_noise(subject))
+
+
+def test_a_model_without_records_is_not_left_out_silently() -> None:
+    with pytest.raises(ConfigError, match="or neither"):
+        audit(PerExample(), network())
