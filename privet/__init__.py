@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import nn as nn
     from .ledger import Ledger
     from .methods import Method, method
+    from .methods.backprop import Backprop
     from .methods.batch import Batch
     from .methods.layerwise import Layerwise
     from .methods.per_example import PerExample
@@ -27,6 +28,7 @@ _HOMES = {
     "Ledger": ".ledger",
     "Method": ".methods",
     "method": ".methods",
+    "Backprop": ".methods.backprop",
     "Batch": ".methods.batch",
     "Layerwise": ".methods.layerwise",
     "PerExample": ".methods.per_example",
@@ -45,6 +47,7 @@ _PARTS = ("audit", "nn")
 """Reached as privet.nn, but not in __all__: nn would hide torch's."""
 
 __all__ = [
+    "Backprop",
     "Batch",
     "Budget",
     "BudgetExceeded",

@@ -40,7 +40,7 @@ _WORTH_STRIPS = 64
 def conv(layer: Conv, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
     z, delta = wide(z), wide(delta)
     found: dict[str, PerRecord] = {}
-    padded, padding = _explicit_padding(layer, z)
+    padded, padding = explicit_padding(layer, z)
     if layer.groups == 1 and _ghost_is_cheaper(layer, z, delta):
         found["weight"] = _Ghost(layer, padded, padding, delta)
     else:
@@ -56,7 +56,7 @@ def _ghost_is_cheaper(layer: Conv, z: Tensor, delta: Tensor) -> bool:
     return 2 * ghost < positions_out * layer.weight.numel()
 
 
-def _explicit_padding(layer: Conv, z: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+def explicit_padding(layer: Conv, z: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """The input with circular, reflect or replicate padding applied, and the zero padding that is left per axis."""
     both = layer._reversed_padding_repeated_twice
     if layer.padding_mode != "zeros":
@@ -179,6 +179,19 @@ def _by_group(delta: Tensor, groups: int) -> Tensor:
     return delta.flatten(2)
 
 
+def weight_gradient(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> Tensor:
+    """∇W of all records together, in one ordinary backward pass of the convolution."""
+    space = [before for before, _ in padding]
+    if any(before != after for before, after in padding):
+        z = F.pad(z, [n for pair in reversed(padding) for n in pair])
+        space = [0] * len(space)
+    _, gradient, _ = torch.ops.aten.convolution_backward(
+        delta, z, layer.weight, None, layer.stride, space, layer.dilation, False,
+        [0] * len(space), layer.groups, [False, True, False],
+    )  # fmt: skip
+    return cast(Tensor, gradient)
+
+
 class _Ghost(PerRecord):
     def __init__(self, layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> None:
         self.layer, self.z, self.padding, self.delta = layer, z, padding, delta
@@ -213,15 +226,7 @@ class _Ghost(PerRecord):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         scaled = self.delta * weights.to(self.delta).view(-1, *[1] * (self.delta.dim() - 1))
-        layer, z, space = self.layer, self.z, [before for before, _ in self.padding]
-        if any(before != after for before, after in self.padding):
-            z = F.pad(z, [n for pair in reversed(self.padding) for n in pair])
-            space = [0] * len(space)
-        _, gradient, _ = torch.ops.aten.convolution_backward(
-            scaled, z, layer.weight, None, layer.stride, space, layer.dilation, False,
-            [0] * len(space), layer.groups, [False, True, False],
-        )  # fmt: skip
-        return cast(Tensor, gradient)
+        return weight_gradient(self.layer, self.z, self.padding, scaled)
 
     def dense(self) -> Tensor:
         return _instantiate(self.layer, self.z, self.padding, self.delta).dense()

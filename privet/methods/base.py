@@ -132,6 +132,9 @@ class Method(ABC):
         """What the method bounds, and so what a run with it protects."""
         return "record"
 
+    def prepare(self, model: nn.Module) -> None:  # noqa: B027
+        """Puts into the model what the method needs there and what stays there; done again it changes nothing."""
+
     @abstractmethod
     def open(self, model: nn.Module, setting: Setting) -> Session:
         """Attaches the method to the model; `Session.close` takes everything away again."""

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, Refused
-from ..gradients.recorder import refuse_changes
+from ..gradients.taps import refuse_changes
 from ..noise import Source
 from ..sampling import Sample
 from .base import ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register

@@ -1,0 +1,162 @@
+"""Layers whose gradient is bounded by the norm of their input and the norm of the gradient at their output.
+
+With z a record's input, δ the gradient at its output and P_t the patch of z under output position t (for a linear layer
+the position itself), the record's gradient is ∇W = Σ_t δ_t P_tᵀ and ∇b = Σ_t δ_t. Two pairs of norms bound it:
+
+- `patch`: ‖∇W‖ ≤ max_t ‖P_t‖ · √Σ_c (Σ_t |δ_ct|)². Row c of ∇W is Σ_t δ_ct P_t, of norm at most Σ_t |δ_ct|·‖P_t‖.
+  `input` is the same with ‖z‖, which is at least as large, in place of the largest patch (the paper's Theorem 3).
+- `frobenius`: ‖∇W‖ ≤ ‖P‖_F · ‖δ‖_F, as ∇W is the product of the matrices δ and P.
+
+Both hold for every stride, dilation and padding: nothing is used but that ∇W is a sum over positions. With groups, row
+c sees the patch of its group alone, so the largest over groups is enough. For the bias, ‖∇b‖ ≤ √Σ_c (Σ_t |δ_ct|)² is
+the second factor of `patch`; for `frobenius`, the norm of δ is taken to be max(‖δ‖_F, ‖Σ_t δ_t‖).
+
+Embedding and normalisation layers have few numbers per record: their gradient is measured itself.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.input_clip import LONG, NORMS, Norm
+from .conv import Conv, explicit_padding, weight_gradient
+from .per_record import RULES
+
+BOUNDS: dict[type[nn.Module], Bounded] = {}
+"""The layers that backpropagation clipping can train."""
+
+_B = TypeVar("_B", bound="type[Bounded]")
+
+
+def bound_for(*layers: type[nn.Module]) -> Callable[[_B], _B]:
+    """Registers how layers of exactly these types are bounded (a subclass may compute something else)."""
+
+    def register(bounded: _B) -> _B:
+        BOUNDS.update(dict.fromkeys(layers, bounded()))
+        return bounded
+
+    return register
+
+
+class Bounded(ABC):
+    """One kind of layer.
+
+    Formal guarantee: for a record whose clipped input is z with norm at most C1 (if `clips_input`), and whose
+    gradient δ has `upstream_norms` at most C2, what `add` adds to each part has norm at most `bounds` says.
+    Everything is linear in δ.
+    """
+
+    clips_input: ClassVar[bool] = True
+    norms: ClassVar[tuple[Norm, ...]] = NORMS
+    """Pairs of norms to choose from."""
+
+    @abstractmethod
+    def upstream_norms(self, layer: Any, z: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        """The norm of each record's δ."""
+
+    @abstractmethod
+    def bounds(self, layer: Any, input_clip: float, gradient_clip: float) -> Mapping[tuple[str, ...], float]:
+        """By the names of parameters in the layer: how long a record's gradient of these together can be."""
+
+    @abstractmethod
+    def add(self, layer: Any, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
+        """Adds the gradients of all records to the totals of the layer's parameters (those that are trained)."""
+
+
+class _Affine(Bounded):
+    """Linear layers and convolutions.
+
+    Formal guarantee: C1·C2 for the weight and C2 for the bias, by either pair of norms (see this file's head). Together
+    they are √(C1² + 1)·C2.
+    """
+
+    def upstream_norms(self, layer: Any, z: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        channels, positions = self._axes(delta)
+        if not positions:
+            return _norm(delta, [channels])
+        if norm != "frobenius":
+            return _norm(_norm(delta, positions, order=1), [1])
+        whole = _norm(delta, [channels, *positions])
+        if layer.bias is None or not layer.bias.requires_grad:
+            return whole
+        return torch.maximum(whole, _norm(delta.sum(positions), [1]))
+
+    def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
+        raise NotImplementedError
+
+    def bounds(self, layer: Any, input_clip: float, gradient_clip: float) -> Mapping[tuple[str, ...], float]:
+        return {("weight",): input_clip * gradient_clip, ("bias",): gradient_clip}
+
+
+@bound_for(nn.Linear)
+class LinearBound(_Affine):
+    """Formal guarantee: ‖z‖ ≤ C1 and ‖δ‖ ≤ C2 give ‖δzᵀ‖ = ‖δ‖·‖z‖ ≤ C1·C2; over positions, see this file's head."""
+
+    def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
+        return delta.dim() - 1, list(range(1, delta.dim() - 1))
+
+    def add(self, layer: nn.Linear, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
+        rows = delta.flatten(0, -2)
+        if "weight" in totals:
+            total = totals["weight"]
+            if total.dtype == rows.dtype:
+                total.addmm_(rows.mT, z.flatten(0, -2))
+            else:
+                total.add_(rows.mT @ z.flatten(0, -2))
+        if "bias" in totals:
+            totals["bias"].add_(rows.sum(0))
+
+
+@bound_for(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class ConvBound(_Affine):
+    """Formal guarantee: any stride, dilation, groups, padding and bias; see this file's head."""
+
+    def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
+        return 1, list(range(2, delta.dim()))
+
+    def add(self, layer: Conv, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
+        if "weight" in totals:
+            padded, padding = explicit_padding(layer, z)
+            totals["weight"].add_(weight_gradient(layer, padded, padding, delta))
+        if "bias" in totals:
+            totals["bias"].add_(delta.sum([0, *range(2, delta.dim())]))
+
+
+@bound_for(
+    nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+)
+class MeasuredBound(Bounded):
+    """Layers with few numbers per record: ∇ is computed for each record, and its own norm is what C2 bounds.
+
+    Formal guarantee: ‖∇‖ is the norm of δ here, and ∇ is linear in δ, so all parameters together stay within C2. No
+    input clip is needed: tokens have no norm, and a normalised input has one that is known.
+    """
+
+    clips_input = False
+    norms = ("patch",)
+
+    def upstream_norms(self, layer: Any, z: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        own = dict(layer.named_parameters(recurse=False))
+        found = RULES[type(layer)](layer, z, delta)
+        squares = [g.squared_norms for name, g in found.items() if name in own and own[name].requires_grad]
+        return torch.stack(squares).sum(0).sqrt()
+
+    def bounds(self, layer: Any, input_clip: float, gradient_clip: float) -> Mapping[tuple[str, ...], float]:
+        return {("weight", "bias"): gradient_clip}
+
+    def add(self, layer: Any, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
+        found = RULES[type(layer)](layer, z, delta)
+        for name, total in totals.items():
+            found[name].accumulate(delta.new_ones(len(delta)), total)
+
+
+def _norm(x: Tensor, axes: list[int], order: int = 2) -> Tensor:
+    terms = math.prod(x.shape[axis] for axis in axes)
+    norms: Tensor = torch.linalg.vector_norm(x, order, axes, dtype=torch.float64 if terms > LONG else None)
+    return norms

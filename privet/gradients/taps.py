@@ -1,0 +1,310 @@
+"""Taps: one backward pass that shows every layer's input and the gradient at its output, and adds up nothing itself.
+
+While listening, each layer that owns parameters is run with those parameters set not to require a gradient, so that
+autograd plans no weight gradients, and its output goes through a `_Tap`: an identity whose backward pass sees the
+layer's input z and the gradient δ at its output at the same time and hands both on. What is made of them is up to
+subclasses of `Taps`. Nothing is wrapped or patched: all of it is forward hooks that `close` removes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import Refused
+from .fallback import Call, carries_gradient, float_outputs, record_axes
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A layer that is differentiated as a whole: one with a rule of its own, or any other that owns parameters."""
+
+    name: str
+    layer: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """By the name that the layer's rule knows them under."""
+
+    @property
+    def described(self) -> str:
+        return f"'{self.name or 'the model'}' ({type(self.layer).__name__})"
+
+
+def find_units(model: nn.Module, known: Container[type[nn.Module]]) -> list[Unit]:
+    """The layers to tap: each parameter of the model belongs to the outermost layer that can answer for it."""
+    units: list[Unit] = []
+    covered: set[str] = set()
+    for name, layer in model.named_modules():
+        if any(name.startswith(f"{outer}.") if outer else bool(name) for outer in covered):
+            continue
+        own = dict(layer.named_parameters(recurse=False))
+        _refuse_unsafe_options(name, layer)
+        if type(layer) in known and own:
+            units.append(Unit(name, layer, own))
+        elif own or parametrize.is_parametrized(layer):
+            units.append(Unit(name, layer, dict(layer.named_parameters())))
+            covered.add(name)
+    return units
+
+
+def _refuse_unsafe_options(name: str, layer: nn.Module) -> None:
+    if getattr(layer, "batch_first", True) is False:
+        raise Refused(
+            f"Layer '{name}' ({type(layer).__name__}) has batch_first=False: records must come first in every layer "
+            "with parameters. Build it with batch_first=True."
+        )
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+        option = "scale_grad_by_freq" if layer.scale_grad_by_freq else "max_norm"
+        raise Refused(
+            f"Embedding '{name}' has {option} set, which reads which tokens are in the batch and so lets one record's "
+            f"gradient depend on the others. Build it without {option}."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One call of a layer: its outputs' shapes and, for layers without a rule, how it was called."""
+
+    taps: Taps
+    unit: Unit
+    shapes: list[torch.Size]
+    """Of the outputs that carry gradients."""
+    call: Call | None
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on a layer's outputs; backward reports (inputs, gradients at the outputs) and passes on what it is told.
+
+    Inputs are kept by `save_for_backward`, so that autograd's own guards hold for them: a later change in place is
+    an error, and gradient checkpointing drops and recomputes them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, anchor: Tensor, *tensors: Tensor) -> Any:
+        outputs, inputs = tensors[: len(use.shapes)], tensors[len(use.shapes) :]
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.mark_dirty(*outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        inputs = ctx.saved_tensors
+        if any(g is not None for g in gradients):
+            deltas = [g if g is None else g.reshape(s) for g, s in zip(gradients, ctx.use.shapes, strict=True)]
+            changed = ctx.use.taps._arrive(ctx.use, inputs, deltas)
+            if changed is not None:
+                gradients = tuple(c.view(g.shape) for c, g in zip(changed, gradients, strict=True) if g is not None)
+        passed = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)]
+        return (None, None, *passed, *[None] * len(inputs))
+
+
+class Taps(ABC):
+    """Shows what arrives at the layers of `model` in a backward pass over a vector of losses; see `take`."""
+
+    def __init__(self, model: nn.Module, known: Container[type[nn.Module]]) -> None:
+        self.model = model
+        self._known = known
+        self.units = find_units(model, known)
+        self.parameters = dict(model.named_parameters())
+        self.names = {id(p): name for name, p in self.parameters.items()}
+        self._on = False
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._records: int | None = None
+        """How many losses are being differentiated; None outside of `backward`."""
+        self._probed: int | None = None
+        self.bytes_seen = 0
+        """Bytes that passed through tapped layers since it was last set to zero."""
+        self._handles: list[RemovableHandle] = []
+        for unit in self.units:
+            self._handles += self._watch(unit)
+
+    @abstractmethod
+    def take(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
+        """Gets one use of a layer: its inputs and the gradients at its outputs (None where no loss depends on one).
+
+        What it returns goes on to the layers before in place of these gradients; None leaves them as they are.
+        """
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Forward passes inside this block are tapped; outside of it the model is untouched."""
+        with self.switched(True):
+            yield
+
+    @contextmanager
+    def switched(self, on: bool) -> Iterator[None]:
+        before, self._on = self._on, on
+        try:
+            yield
+        finally:
+            self._on = before
+
+    def refuse_changes(self) -> None:
+        """Refuses a model whose parameters are not those that were hooked."""
+        refuse_changes(self.model, self.parameters)
+
+    def run_backward(self, losses: Tensor, weights: Tensor) -> None:
+        """One backward pass from Σ weights·losses, during which `take` is called."""
+        self._records = losses.shape[0]
+        try:
+            torch.autograd.backward(losses, weights)
+        finally:
+            self._records = None
+        self._refuse_strays()
+
+    def reaches_others(self, losses: Tensor, record: int) -> str | None:
+        """The layer at which this record's loss has a gradient for another record, if there is one.
+
+        For made-up records only. Also refuses layers without a rule that are not functions of their arguments.
+        """
+        self._probed = record
+        only = torch.zeros_like(losses)
+        only[record] = 1
+        try:
+            self.run_backward(losses, only)
+        except _Coupled as coupled:
+            return str(coupled)
+        finally:
+            self._probed = None
+        return None
+
+    def _watch(self, unit: Unit) -> list[RemovableHandle]:
+        switched: list[nn.Parameter] = []
+
+        def before(_layer: nn.Module, _args: Any, _kwargs: Any) -> None:
+            if self._on and torch.is_grad_enabled():
+                switched[:] = [p for p in unit.parameters.values() if p.requires_grad]
+                for p in switched:
+                    p.requires_grad_(False)
+
+        def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            trained = bool(switched)
+            for p in switched:
+                p.requires_grad_(True)
+            switched.clear()
+            if not trained or output is None:
+                return None
+            return self._tap(unit, args, kwargs, output)
+
+        return [
+            unit.layer.register_forward_pre_hook(before, with_kwargs=True),
+            unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
+        ]
+
+    def _tap(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
+        if type(unit.layer) in self._known:
+            call, inputs, outputs = None, [args[0] if args else kwargs["input"]], [_not_a_view(output)]
+            shapes = [output.shape]
+        else:
+            call = Call.of(args, kwargs)
+            inputs = call.tensors(args, kwargs)
+            # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
+            outputs = [x.clone() for x in float_outputs(output)]
+            shapes = [x.shape for x in outputs]
+        self.bytes_seen += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
+        if not outputs:
+            raise Refused(
+                f"Layer {unit.described} has parameters of its own and returns a {type(output).__name__}, which Privet "
+                "cannot look into. Return a tensor, a tuple or a dict, or give the parameters a module of their own."
+            )
+        use = Use(self, unit, shapes, call)
+        tapped = _Tap.apply(  # type: ignore[no-untyped-call]
+            use, self._anchor, *outputs, *[x.detach() for x in inputs]
+        )
+        if call is None:
+            return tapped if tapped.shape == output.shape else tapped.view(output.shape)
+        fresh = iter(tapped if isinstance(tapped, tuple) else (tapped,))
+        return pytree.tree_map(lambda x: next(fresh) if carries_gradient(x) else x, output)
+
+    def _arrive(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
+        """Checks that records come first, and hands on to `take`."""
+        unit = use.unit
+        if self._records is None:
+            raise Refused(
+                "A backward pass was run on the model inside of a private step. Hand one loss per record to "
+                "step.backward(losses) in place of loss.backward()."
+            )
+        if use.call is not None:
+            inputs = [x.movedim(axis, 0) for x, axis in zip(inputs, record_axes(unit.layer), strict=False)]
+            axes = zip(deltas, record_axes(unit.layer), strict=False)
+            deltas = [d if d is None else d.movedim(axis, 0) for d, axis in axes]
+        for tensor in (*inputs, *deltas):
+            if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != self._records):
+                raise Refused(
+                    f"Layer {unit.described} works on a tensor of shape {tuple(tensor.shape)} while the losses are "
+                    f"for {self._records} records. The first axis must be the records in every layer that has "
+                    "parameters: use batch_first=True, and do not fold other axes into the first."
+                )
+        if self._probed is not None:
+            self._examine(use, inputs, deltas)
+            return None
+        return self.take(use, inputs, deltas)
+
+    def _examine(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
+        described = use.unit.described
+        for delta in (d for d in deltas if d is not None):
+            others = torch.arange(len(delta), device=delta.device) != self._probed
+            if bool((delta[others] != 0).any()):
+                raise _Coupled(described)
+        with torch.no_grad(), self.switched(False):
+            if use.call is not None and use.call.is_random(use.unit.layer, inputs):
+                raise Refused(
+                    f"Layer {described} gives another output each time it is run (dropout inside?), and Privet has no "
+                    "rule of its own for it, so it would have to run it again. Set its dropout to zero and put an "
+                    "nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
+                )
+
+    def _refuse_strays(self) -> None:
+        strays = [name for name, p in self.parameters.items() if p.grad is not None]
+        if strays:
+            for p in self.parameters.values():
+                p.grad = None
+            raise Refused(
+                f"Parameter '{strays[0]}' received a gradient outside of its layer's own forward pass (it is used "
+                "functionally, for example as F.linear(x, layer.weight) or in a penalty on weights), so its records "
+                "cannot be told apart. Call the layer itself, move the use into a module that owns the parameter, "
+                "or freeze it; a penalty on weights belongs into the optimizer's weight_decay."
+            )
+
+
+def refuse_changes(model: nn.Module, known: Mapping[str, nn.Parameter]) -> None:
+    """Refuses a model whose parameters are not the ones known."""
+    now = dict(model.named_parameters())
+    for name in now.keys() | known.keys():
+        if now.get(name) is not known.get(name):
+            raise Refused(
+                f"Parameter '{name}' was added to the model, taken away or replaced after the Run was made, so it "
+                "is not protected. Change the model first, then make the Run."
+            )
+
+
+def _not_a_view(output: Tensor) -> Tensor:
+    """The memory of a layer's fresh output as a tensor of its own, to be viewed in the output's shape again.
+
+    A linear layer's output over several positions is a view of a matrix product, and autograd would copy gradients
+    back and forth for a view that is marked as changed.
+    """
+    base = output._base
+    if base is None:
+        return output
+    whole = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous() and base._base is None
+    return base if whole else output.clone()
+
+
+class _Coupled(Exception):
+    """Carries the description of a layer where one record's loss reached another record."""
