@@ -42,9 +42,11 @@ class FinishedRun:
     def network(self, seed: int) -> nn.Module:
         """The run's network with other initial weights."""
         options = dict(self.config.model_options)
-        return build(
+        model = build(
             self.config.model, input_shape=self.data.input_shape, classes=self.data.classes, seed=seed, **options
         )
+        self.method().prepare(model)
+        return model
 
     def released(self) -> nn.Module:
         """The model that the run released."""

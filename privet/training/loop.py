@@ -384,6 +384,7 @@ def _model(config: TrainConfig, data: Data) -> nn.Module:
             f"Model {config.model!r} has layers that do not know their size yet (nn.Lazy…). Give them their sizes: the "
             "factory may take input_shape and classes."
         )
+    make_method(config.method, **config.method_options).prepare(model)
     if len(data.input_shape) == 3:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with torch.no_grad():
