@@ -181,6 +181,19 @@ def zcdp_rho(spent: Spent) -> float:
     return _mu(_normal(spent)[0], discrete=True) ** 2 / 2
 
 
+def zcdp_epsilon(rho: float, delta: float) -> float:
+    """The epsilon that rho-zCDP implies at `delta`, rho + 2·sqrt(rho·ln(1/delta)) (Bun and Steinke 2016, Prop. 1.3).
+
+    An upper bound, for comparison with papers that report it: for Gaussians `epsilon` is exact and never above it.
+
+    >>> round(zcdp_epsilon(0.5, 1e-5), 3)
+    5.299
+    """
+    _require(rho >= 0, f"rho={rho} must be zero or positive.")
+    _require(0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1.")
+    return rho + 2 * math.sqrt(rho * -math.log(delta))
+
+
 def gdp_mu(spent: Spent) -> float:
     """The exact mu of Gaussian differential privacy; unsampled continuous Gaussians only."""
     return _mu(_normal(spent)[0], discrete=False)

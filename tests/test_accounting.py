@@ -30,6 +30,7 @@ from privet.accounting import (
     gdp_mu,
     noise_for,
     trade_off,
+    zcdp_epsilon,
     zcdp_rho,
 )
 from privet.errors import BudgetExceeded, ConfigError
@@ -85,6 +86,25 @@ def test_gaussian_closed_form():
     assert eps((gaussian(10), 100)) == pytest.approx(eps((gaussian(1), 1)))
     assert gdp_mu([(gaussian(2), 3), (gaussian(1), 1)]) == pytest.approx(math.sqrt(1.75))
     assert zcdp_rho([(gaussian(2), 3), (gaussian(1), 1)]) == pytest.approx(0.875)
+
+
+def test_zcdp_of_the_backpropagation_clipping_paper():
+    """25 epochs, 4 layers, C1 = 1, C2 = 0.01, noise of 2 on each layer's sum, delta 1e-5: both formulas by hand."""
+    epochs, layers, sensitivity, s = 25, 4, 0.01, 2.0
+    rho = epochs * layers * sensitivity**2 / (2 * s**2)  # 0.00125
+    unit = gaussian(s / (math.sqrt(layers) * sensitivity))
+    assert zcdp_rho([(unit, epochs)]) == pytest.approx(rho) == 0.00125
+    assert zcdp_epsilon(rho, DELTA) == pytest.approx(0.00125 + 2 * math.sqrt(0.00125 * 11.512925465))
+    found = eps((unit, epochs))
+    mu = math.sqrt(2 * rho)
+    assert ndtr(mu / 2 - found / mu) - math.exp(found) * ndtr(-mu / 2 - found / mu) == pytest.approx(DELTA)
+    assert found < zcdp_epsilon(rho, DELTA)
+    assert (zcdp_epsilon(0, DELTA), zcdp_epsilon(math.inf, DELTA)) == (0, math.inf)
+
+
+@given(st.floats(1e-4, 30), st.floats(1e-12, 0.5))
+def test_zcdp_is_never_below_the_exact_epsilon(mu, at):
+    assert eps((gaussian(1 / mu), 1), at=at) <= zcdp_epsilon(mu**2 / 2, at)
 
 
 @pytest.mark.parametrize("mu", [1e-3, 0.1, 1, 10, 100])
@@ -442,6 +462,9 @@ def test_bad_questions_are_refused():
         lambda: delta([], -1.0),
         lambda: epsilon([(gaussian(1), -1)], 0.1),
         lambda: trade_off([], [2.0]),
+        lambda: zcdp_epsilon(-1.0, 0.1),
+        lambda: zcdp_epsilon(1.0, 0.0),
+        lambda: zcdp_epsilon(1.0, 1.0),
         lambda: gdp_mu([(poisson(1), 1)]),
         lambda: gdp_mu([(gaussian(1, discrete=True), 1)]),
         lambda: gdp_clt_estimate(gaussian(1), 1, 0.1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -328,9 +329,10 @@ def test_help_tells_whose_an_option_is(capsys: pytest.CaptureFixture[str]) -> No
     owners = {word: title for word, title in words if word.startswith("--")}
     assert owners["--adaptive"] == "layerwise or per-example" and owners["--record-groups"] == "batch"
     assert owners["--clip"] == "batch or layerwise or per-example"
-    (shared,) = [" ".join(part.split()) for part in parts if part.startswith("batch or")]
-    assert "layerwise: how noise is shared between groups (default: proportional)" in shared  # where they differ
-    assert shared.count("norm C of the clip") == 1
+    assert owners["--input-clip"] == "backprop" and owners["--allocation"].startswith("backprop or batch or")
+    text = " ".join(" ".join(parts).split())
+    assert "layerwise: how noise is shared between groups (default: proportional)" in text  # where they differ
+    assert text.count("norm C of the clip") == 1
 
 
 # budget
@@ -424,7 +426,8 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(
     assert code == 0, err
     assert json.loads(out)["steps"] == 6 and json.loads(out)["epsilon"] <= 3
     assert Path("stopped/metrics.jsonl").read_text().startswith(before)
-    (record,) = Ledger("runs/digits.ledger").runs()
+    with Ledger("runs/digits.ledger") as ledger:  # closed, so that its side files are gone
+        (record,) = ledger.runs()
     assert record.units == 2 and record.finished
     assert "finished" in refused(capsys, "train", "--resume", "stopped")
 
@@ -544,3 +547,35 @@ def test_plan_finds_the_noise_of_each_layer(capsys: pytest.CaptureFixture[str]) 
 
 def test_plan_refuses_no_layers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers must be at least 1" in refused(capsys, *PLAN, "--steps", "5", "--noise", "1", "--layers", "0")
+
+
+# plan beside the zCDP figure of the backpropagation-clipping paper
+
+DISJOINT = ["plan", "--records", "60000", "--batch", "4096", "--epochs", "25", "--delta", "1e-5"]
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_plan_has_the_papers_zcdp_figure_for_partitions(capsys: pytest.CaptureFixture[str], layers: int) -> None:
+    args = [*DISJOINT, "--noise", "50", "--layers", str(layers), "--sampling", "partition"]
+    found = answer(capsys, *args)
+    rho = 25 * layers / (2 * 50**2)  # E·N·C1²·C2²/(2s²) with s = 50·C1·C2
+    assert found["zcdp_epsilon"] == pytest.approx(rho + 2 * math.sqrt(rho * math.log(1e5)))
+    assert 0 < found["epsilon"] < found["zcdp_epsilon"]
+    _, out, _ = run(capsys, *args)
+    assert f"zcdp      {found['zcdp_epsilon']:.4g} (the backpropagation-clipping paper's looser formula" in out
+
+
+def test_plan_counts_a_begun_epoch_in_the_zcdp_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--noise", "50", "--sampling", "partition"]
+    whole, begun = (answer(capsys, *DISJOINT, *args, "--epochs", epochs) for epochs in ("25", "24.5"))
+    assert begun["compositions"] == 25 and begun["zcdp_epsilon"] == whole["zcdp_epsilon"]
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["--sampling", "partition", "--noise-level", "exact"], ["--relation", "replace_one"]]
+)
+def test_plan_gives_no_zcdp_figure_where_its_formula_does_not_apply(
+    capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    assert answer(capsys, *DISJOINT, "--noise", "50", *args)["zcdp_epsilon"] is None
+    assert "zcdp" not in run(capsys, *DISJOINT, "--noise", "50", *args)[1]

@@ -17,6 +17,13 @@ from privet.nn import EXAMPLE_SHAPES, MODELS, batchnorm_to_groupnorm, build
 PARAMETERS = {
     "mnist-cnn": 26_010,
     "cifar-cnn": 550_570,
+    # 16 filters of 8 x 8, 32 of 4 x 4 x 16, then 3 x 3 x 32 numbers to 32 and to 10: no bias
+    "backprop-mnist": 16 * 64 + 32 * 256 + 288 * 32 + 32 * 10,
+    "backprop-cifar": (
+        4 * (3 * 32 + 32 * 32 + 32 * 64 + 64 * 64 + 64 * 128 + 128 * 128 + 128 * 256 + 256 * 256)
+        + 21 * 21 * 256 * 256
+        + 256 * 10
+    ),
     "bn-lenet5": 61_990,
     "convnet5": 132_042,
     "resnet18-gn": 11_173_962,
@@ -108,6 +115,72 @@ def shapes_of_convolutions(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]
             layer.register_forward_hook(lambda _layer, _args, out: found.append(tuple(out.shape[1:])))
     model(x)
     return found
+
+
+def test_backprop_mnist_is_figure_3() -> None:
+    model = build("backprop-mnist", input_shape=(1, 28, 28), classes=10)
+    assert [type(layer).__name__ for layer in model] == (
+        ["Conv2d", "ReLU", "MaxPool2d"] * 2 + ["Flatten", "Linear", "ReLU", "Linear"]
+    )
+    assert (model[0].kernel_size, model[0].stride) == ((8, 8), (2, 2))
+    assert (model[3].kernel_size, model[3].stride) == ((4, 4), (2, 2))
+    assert model[2].kernel_size == model[5].kernel_size == 2
+    assert shapes_of_convolutions(model, torch.randn(2, 1, 28, 28)) == [(16, 11, 11), (32, 4, 4)]
+    # Pools of stride 2 would leave 1 x 1 for the second one.
+    model[2].stride = model[5].stride = 2
+    with pytest.raises(RuntimeError, match="too small"):
+        model(torch.randn(2, 1, 28, 28))
+
+
+def test_backprop_mnist_with_all_options_is_mnist_cnn() -> None:
+    options = {"padding": True, "bias": True, "activation": "tanh"}
+    one = build("backprop-mnist", input_shape=(1, 28, 28), classes=10, seed=3, **options)
+    two = build("mnist-cnn", input_shape=(1, 28, 28), classes=10, seed=3)
+    x = torch.randn(2, 1, 28, 28)
+    assert torch.equal(one(x), two(x))
+
+
+def test_backprop_cifar_is_figure_4() -> None:
+    model = build("backprop-cifar", input_shape=(3, 32, 32), classes=10)
+    pair = ["Conv2d", "ReLU"] * 2
+    assert [type(layer).__name__ for layer in model] == (
+        [*pair, "AvgPool2d"] * 3 + [*pair, "Flatten", "Linear", "ReLU", "Linear"]
+    )
+    assert {layer.kernel_size for layer in model if isinstance(layer, nn.Conv2d)} == {(2, 2)}
+    sizes = [(32, 31), (32, 30), (64, 28), (64, 27), (128, 25), (128, 24), (256, 22), (256, 21)]
+    found = shapes_of_convolutions(model, torch.randn(1, 3, 32, 32))
+    assert found == [(width, size, size) for width, size in sizes]
+    for layer in model:
+        if isinstance(layer, nn.AvgPool2d):
+            assert (layer.kernel_size, layer.stride) == (2, 1)
+            layer.stride = 2  # would leave nothing for the last convolution
+    with pytest.raises(RuntimeError, match="size"):
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_backprop_cifar_with_padding_keeps_sizes_and_halves_them_in_pools() -> None:
+    model = build("backprop-cifar", input_shape=(3, 32, 32), classes=10, padding=True)
+    assert shapes_of_convolutions(model, torch.randn(1, 3, 32, 32))[1::2] == [
+        (32, 32, 32),
+        (64, 16, 16),
+        (128, 8, 8),
+        (256, 4, 4),
+    ]
+    assert sum(p.numel() for p in model.parameters()) == 1_571_712
+
+
+@pytest.mark.parametrize("name", ["backprop-mnist", "backprop-cifar"])
+def test_the_networks_of_backpropagation_clipping_take_options(name: str) -> None:
+    """Small images, as weights of the first linear layer grow with them."""
+    shape = (1, 22, 22) if name == "backprop-mnist" else (3, 13, 13)
+    plain, with_bias, tanh = (
+        build(name, input_shape=shape, classes=4, **options) for options in ({}, {"bias": True}, {"activation": "tanh"})
+    )
+    layers = (nn.Conv2d, nn.Linear)
+    assert all(layer.bias is None for layer in plain if isinstance(layer, layers))
+    assert all(layer.bias is not None for layer in with_bias if isinstance(layer, layers))
+    assert sum(isinstance(layer, nn.ReLU) for layer in plain) == sum(isinstance(layer, nn.Tanh) for layer in tanh) > 0
+    assert not any(isinstance(layer, nn.ReLU) for layer in tanh)
 
 
 @pytest.mark.parametrize("size", [28, 32])
@@ -226,6 +299,9 @@ def test_mlp_options() -> None:
         ("mnist-cnn", {"input_shape": (1, 8, 8)}, r"\(1, 8, 8\) are too small for 'mnist-cnn'"),
         ("cifar-cnn", {"input_shape": (64,)}, "takes images"),
         ("bn-lenet5", {"input_shape": (64,)}, "'bn-lenet5' takes images"),
+        ("backprop-mnist", {"input_shape": (1, 8, 8)}, "too small for 'backprop-mnist'"),
+        ("backprop-mnist", {"activation": "gelu"}, "activation='gelu'"),
+        ("backprop-cifar", {"input_shape": (64,)}, "'backprop-cifar' takes images"),
         ("convnet5", {"input_shape": (3, 7, 32)}, "too small for 'convnet5'"),
         ("resnet18-bn", {"input_shape": (64,)}, "'resnet18-bn' takes images"),
         ("transformer", {"input_shape": (1, 8, 8)}, "sequences of tokens"),

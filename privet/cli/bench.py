@@ -17,6 +17,8 @@ DEFAULT_BATCHES = {
     "bn-lenet5": 64,
     "convnet5": 64,
     "resnet18-bn": 64,
+    "backprop-mnist": 512,
+    "backprop-cifar": 256,
 }
 
 

@@ -4,13 +4,15 @@ Give two of: --epsilon, --noise, and a length (--steps or --epochs); the third i
 an attacker can do at best who wants to know whether one given record was used.
 
 Papers often report the central-limit estimate of Gaussian differential privacy. It stands beside epsilon to be
-compared with theirs, and is no guarantee: it may be too low or too high.
+compared with theirs, and is no guarantee: it may be too low or too high. For partitions there is the zCDP formula of
+the backpropagation-clipping paper instead, which is a guarantee, and looser than epsilon.
 
 examples:
   privet plan --records 60000 --batch 256 --epochs 60 --epsilon 2 --delta 1e-5     how much noise?
   privet plan --records 60000 --batch 256 --steps 14062 --noise 1.1 --delta 1e-5   what does it cost?
   privet plan --records 60000 --batch 256 --epsilon 2 --noise 1.1 --delta 1e-5     for how long?
   privet plan --records 54000 --batch 64 --epochs 50 --noise 2.5 --layers 8        layers clipped apart?
+  privet plan --records 60000 --batch 4096 --epochs 25 --noise 50 --layers 4 --sampling partition     disjoint batches?
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ def main(args: argparse.Namespace) -> int:
         "compositions": found.units,
         "accountant": found.accountant,
         "estimate": _estimate(found),
+        "zcdp_epsilon": _zcdp_epsilon(found),
         "records": args.records,
         "batch": args.batch,
         "sampling": args.sampling,
@@ -120,6 +123,19 @@ def _estimate(found: Plan) -> dict[str, float | str] | None:
     return {"mu": mu, "epsilon": epsilon, "note": note}
 
 
+def _zcdp_epsilon(found: Plan) -> float | None:
+    """What the backpropagation-clipping paper would report; None where its formula does not apply.
+
+    Its rho = E·N·C1²·C2²/(2s²), for E epochs and noise of standard deviation s on each of N layers, is E/(2σ²) with the
+    multiplier σ = s/(√N·C1·C2) of the whole.
+    """
+    from ..accounting import zcdp_epsilon, zcdp_rho  # noqa: PLC0415
+
+    if found.mechanism.kind != "gaussian" or found.mechanism.discrete:
+        return None
+    return zcdp_epsilon(zcdp_rho([(found.mechanism, found.units)]), found.delta)
+
+
 def _trade_off(found: Plan, points: int) -> list[dict[str, float]]:
     """Points of the curve: false alarms alpha, and the least share beta of members that is then missed."""
     from ..accounting import trade_off  # noqa: PLC0415
@@ -136,6 +152,10 @@ def _show(result: dict[str, Any]) -> None:
     rows = {"epsilon": f"{result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']})"}
     if estimate := result["estimate"]:
         rows["estimate"] = f"{estimate['epsilon']:.4g}, mu {estimate['mu']:.4g} ({estimate['note']})"
+    if (looser := result["zcdp_epsilon"]) is not None:
+        rows["zcdp"] = (
+            f"{looser:.4g} (the backpropagation-clipping paper's looser formula, rho + 2 sqrt(rho ln(1/delta)))"
+        )
     rows |= {
         "noise": noise,
         "length": f"{result['steps']} steps, {result['epochs']:.4g} epochs",

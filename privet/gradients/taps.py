@@ -135,6 +135,14 @@ class Taps(ABC):
         What it returns goes on to the layers before in place of these gradients; None leaves them as they are.
         """
 
+    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> None:  # noqa: B027
+        """A layer was called with these inputs and is about to be tapped."""
+
+    @property
+    def on(self) -> bool:
+        """Whether forward passes are tapped now."""
+        return self._on and torch.is_grad_enabled()
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -186,8 +194,8 @@ class Taps(ABC):
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
         switched: list[nn.Parameter] = []
 
-        def before(_layer: nn.Module, _args: Any, _kwargs: Any) -> None:
-            if self._on and torch.is_grad_enabled():
+        def before(layer: nn.Module, _args: Any, _kwargs: Any) -> None:
+            if self.on and layer is unit.layer:  # a copy of the layer has these hooks too
                 switched[:] = [p for p in unit.parameters.values() if p.requires_grad]
                 for p in switched:
                     p.requires_grad_(False)
@@ -216,6 +224,7 @@ class Taps(ABC):
             # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
             outputs = [x.clone() for x in float_outputs(output)]
             shapes = [x.shape for x in outputs]
+        self.enter(unit, inputs)
         self.bytes_seen += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
         if not outputs:
             raise Refused(

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, ConfigError, Refused
 from ..gradients.bounded import BOUNDS, Bounded
 from ..gradients.per_record import Scratch, full_precision, using, wide
 from ..gradients.taps import Taps, Unit, Use
-from ..nn.input_clip import NORMS, InputClip, Norm, clip_of
+from ..nn.input_clip import NORMS, InputClip, Norm, Window, clip_of
 from ..noise import Allocation
 from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
 
@@ -89,14 +89,14 @@ class Backprop(Method):
             bounded = BOUNDS.get(type(layer))
             if bounded is None or not bounded.clips_input or not any(p.requires_grad for p in layer.parameters(False)):
                 continue
-            clip, norm = clip_of(layer), None if self.norm == "auto" else self.norm
+            clip = clip_of(layer)
+            norm = self.norm if self.norm in bounded.norms else bounded.norms[0]
             if clip is None:
                 start = math.inf if self.clips == "public" else _of(self.input_clip, name, "input_clip")
-                InputClip.before(layer, start, norm or "patch")
-            elif self.clips == "fixed":
-                clip.set(_of(self.input_clip, name, "input_clip"), norm)
-            elif norm is not None:
-                clip.set(float(clip.bound), norm)
+                InputClip.before(layer, start, norm)
+                continue
+            bound = _of(self.input_clip, name, "input_clip") if self.clips == "fixed" else float(clip.bound)
+            clip.set(bound, clip.norm if self.norm == "auto" and clip.norm in bounded.norms else norm)
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
         if self.clips == "public" and not setting.public:
@@ -104,7 +104,6 @@ class Backprop(Method):
                 "Clips are to be learned from public records, and there are none: give the run public=… (privet train "
                 "--public), or use clips='private' or 'fixed'."
             )
-        self.prepare(model)
         return _BackpropSession(self, model, setting)
 
 
@@ -122,9 +121,14 @@ class _Layer:
     input_clip: float = 1.0
     """C1 of this step; of no use where there is no input clip."""
 
+    def look_up(self) -> None:
+        """Takes the model's own input clip and norm as they are now."""
+        if self.clip is not None:
+            self.input_clip, self.norm = float(self.clip.bound), self.clip.norm
+
     def begin(self, names: Mapping[int, str]) -> None:
         """Sums of zero, by the parameters that are trained now."""
-        self.input_clip = 1.0 if self.clip is None else float(self.clip.bound)
+        self.look_up()
         parts = [
             {local: p for local, p in self.unit.parameters.items() if local in part and p.requires_grad}
             for part in self.rule.bounds(self.unit.layer, 1.0, 1.0)
@@ -162,6 +166,8 @@ class _BackpropSession(Session):
         self._seen: dict[tuple[str, str, Norm], list[float]] = {}
         """Norms of public records: by layer, input or gradient, and pair of norms."""
         self._lost: Tensor | None = None
+        self._clipped: dict[str, Tensor] = {}
+        """What came out of a layer's input clip and has not reached the layer yet."""
         self._norm_chosen = method.norm != "auto"
         try:
             self._find_layers()
@@ -172,13 +178,14 @@ class _BackpropSession(Session):
 
     # The layers
 
+    def _trained(self) -> list[Unit]:
+        return [unit for unit in self.taps.units if any(p.requires_grad for p in unit.parameters.values())]
+
     def _find_layers(self) -> None:
+        """The layers that are trained now, each with its clips; the model is changed only when all can be trained."""
         owner: dict[int, Unit] = {}
-        for unit in self.taps.units:
-            if not any(p.requires_grad for p in unit.parameters.values()):
-                continue
-            rule = BOUNDS.get(type(unit.layer))
-            if rule is None:
+        for unit in self._trained():
+            if type(unit.layer) not in BOUNDS:
                 raise Refused(
                     f"Layer {unit.described} has parameters that are trained, and backpropagation clipping has no "
                     f"bound for it. There are bounds for {', '.join(sorted(t.__name__ for t in BOUNDS))}. Build it "
@@ -191,27 +198,45 @@ class _BackpropSession(Session):
                         f"Layers {other.described} and {unit.described} share a parameter, and backpropagation "
                         "clipping bounds one use of each. Give them parameters of their own, or take another method."
                     )
-            if unit.name not in self._layers:
-                self._add_layer(unit, rule)
-        for name in [name for name in self._layers if not any(name == u.name for u in owner.values())]:
-            del self._layers[name]  # frozen meanwhile
+        self.method.prepare(self.model)
+        trained = {unit.name: unit for unit in self._trained()}
+        self._layers = {name: layer for name, layer in self._layers.items() if name in trained}
+        for name, unit in trained.items():
+            if name not in self._layers:
+                self._layers[name] = self._new_layer(unit)
+        clips = [id(layer.clip) for layer in self._layers.values() if layer.clip is not None]
+        for layer in self._layers.values():
+            clip, of_layer = layer.clip, layer.unit.described
+            if clip is not clip_of(layer.unit.layer) and layer.rule.clips_input:
+                raise Refused(f"The input clip of layer {of_layer} was taken away after the Run was made.")
+            if clip is not None and (clips.count(id(clip)) > 1 or clip.window != Window.of(layer.unit.layer)):
+                raise Refused(
+                    f"The input clip of layer {of_layer} was made for another layer, or the layer was changed since. "
+                    "Take it away (del layer.input_clip) and make a new Run."
+                )
 
-    def _add_layer(self, unit: Unit, rule: Bounded) -> None:
+    def _new_layer(self, unit: Unit) -> _Layer:
+        rule = BOUNDS[type(unit.layer)]
         clip = clip_of(unit.layer) if rule.clips_input else None
-        if rule.clips_input and clip is None:
-            raise Refused(f"Layer {unit.described} has lost its input clip. Make the Run after the model is complete.")
         start = (
             math.inf if self.method.clips == "public" else _of(self.method.gradient_clip, unit.name, "gradient_clip")
         )
-        norm = rule.norms[0] if clip is None else clip.norm
-        self._layers[unit.name] = _Layer(unit, rule, clip, start, norm)
         if clip is not None:
-            self._handles.append(clip.register_forward_hook(self._watch_input(unit.name)))
+            self._handles.append(clip.register_forward_hook(self._watch_input(unit.name, clip)))
+        return _Layer(unit, rule, clip, start, rule.norms[0] if clip is None else clip.norm)
 
-    def _refuse_lost_clips(self) -> None:
+    def _refuse_changes_within_a_step(self) -> None:
         for layer in self._layers.values():
-            if layer.rule.clips_input and clip_of(layer.unit.layer) is not layer.clip:
-                raise Refused(f"The input clip of layer {layer.unit.described} was taken away after the Run was made.")
+            names = {local for local, p in layer.unit.parameters.items() if p.requires_grad}
+            if names != set(layer.totals):
+                raise Refused(f"Parameters of layer {layer.unit.described} were frozen or thawed within a step.")
+            if not layer.gradient_clip * layer.input_clip < math.inf:
+                raise Refused(
+                    f"Layer {layer.unit.described} has no clips yet: they are learned at the start of an epoch, so "
+                    "thaw layers between epochs."
+                )
+        if len(self._trained()) != len(self._layers):
+            raise Refused("A layer was frozen or thawed within a step: do it between steps.")
 
     # One step
 
@@ -222,41 +247,48 @@ class _BackpropSession(Session):
 
     def begin(self) -> None:
         self.taps.refuse_changes()
-        self.method.prepare(self.model)  # layers may have been thawed
         self._find_layers()
-        self._refuse_lost_clips()
         for layer in self._layers.values():
             layer.begin(self.taps.names)
         self._below = {key: torch.zeros((), dtype=torch.float64) for key in self._side_queries()}
 
     def add(self, losses: Tensor) -> None:
+        self._refuse_changes_within_a_step()
         finite = torch.isfinite(losses.detach())
         self._lost = None if bool(finite.all()) else ~finite
         self.taps.backward(losses, finite.to(losses.dtype))
+
+    def enter(self, unit: Unit, z: Tensor) -> None:
+        """A layer is about to be tapped: what it was given must be what came out of its clip."""
+        layer = self._layers.get(unit.name)
+        if layer is None or layer.clip is None:
+            return
+        if self._clipped.pop(unit.name, None) is not z:
+            raise Refused(
+                f"The input of layer {unit.described} is not what its input clip gave: a hook of the layer changes it, "
+                "or the clip was replaced. Change the input before the layer is called."
+            )
 
     def take(self, name: str, z: Tensor, delta: Tensor) -> Tensor:
         """Clips the gradient at a layer's output, adds the layer's gradients up, and gives what goes on."""
         layer = self._layers[name]
         if self._learning:
             for norm in self._candidates(layer):
-                found = layer.rule.upstream_norms(layer.unit.layer, z, delta, norm)
-                self._see(name, "gradient", norm, found)
+                self._see(name, "gradient", norm, layer.rule.upstream_norms(layer.unit.layer, z, delta, norm))
         norms = layer.rule.upstream_norms(layer.unit.layer, z, delta, layer.norm)
-        clipped = _scaled(delta, norms, layer.gradient_clip)
-        if not self._learning:
-            layer.rule.add(layer.unit.layer, z, clipped, layer.totals)
-            self._count((name, "gradient"), norms <= layer.gradient_clip, torch.isfinite(norms))
-            if layer.clip is not None and (name, "input") in self._below:
-                below = layer.clip.squared_norms(z) <= (layer.input_clip * _NEARLY) ** 2
-                self._count((name, "input"), below, torch.isfinite(norms))
+        factors = _factors(norms, layer.gradient_clip).to(delta.dtype)
+        clipped = _scaled(delta, factors)
+        if self._learning:
+            return clipped
+        layer.rule.add_clipped(layer.unit.layer, z, delta, factors, clipped, layer.totals)
+        self._count((name, "gradient"), norms <= layer.gradient_clip, factors > 0)
+        if layer.clip is not None and (name, "input") in self._below:
+            below = layer.clip.squared_norms(z) <= (layer.input_clip * _NEARLY) ** 2
+            self._count((name, "input"), below, factors > 0)
         return clipped
 
     def finish(self) -> list[Query]:
-        queries = []
-        for layer in self._layers.values():
-            if layer.clip is not None and float(layer.clip.bound) != layer.input_clip:
-                raise Refused(f"The input clip of layer {layer.unit.described} was changed in the middle of a step.")
-            queries += layer.queries()
+        queries = [query for layer in self._layers.values() for query in layer.queries()]
         half = Sensitivity.of_contribution(0.5)  # a record adds +1/2 or −1/2: below the clip, or above
         return queries + [
             Query(_side_name(key), count.view(1), half, std=self._side_std()) for key, count in self._below.items()
@@ -288,9 +320,10 @@ class _BackpropSession(Session):
             factor = math.exp(-self.method.adaptive_rate * (share - self.method.quantile))
             layer = self._layers[name]
             if what == "gradient":
-                layer.gradient_clip *= factor
+                layer.gradient_clip = _within_reason(layer.gradient_clip * factor)
             elif layer.clip is not None:
-                layer.clip.set(float(layer.clip.bound) * factor)
+                layer.clip.set(_within_reason(float(layer.clip.bound) * factor))
+                layer.look_up()
 
     def wants_public(self) -> bool:
         return self.setting.public and (self.method.clips == "public" or not self._norm_chosen)
@@ -328,19 +361,28 @@ class _BackpropSession(Session):
                 length, gradient = (_usable(value, layer.unit) for value in found[layer.norm])
                 layer.clip.set(length)
                 layer.gradient_clip = gradient
+            layer.look_up()
         self._norm_chosen = True
 
     def _candidates(self, layer: _Layer) -> Sequence[Norm]:
         """The pairs of norms that are still to be chosen from; the paper's is never less than `patch`."""
         if self._norm_chosen or layer.clip is None:
             return [layer.norm]
-        return [norm for norm in layer.rule.norms if norm != "input"]
+        return [norm for norm in layer.rule.norms if norm != "input"] or layer.rule.norms
 
-    def _watch_input(self, name: str) -> Any:
-        def watch(clip: InputClip, args: tuple[Any, ...], _output: Any) -> None:
-            if self._learning and name in self._layers:
-                for norm in self._candidates(self._layers[name]):
+    def _watch_input(self, name: str, own: InputClip) -> Any:
+        def watch(clip: InputClip, args: tuple[Any, ...], output: Tensor) -> None:
+            layer = self._layers.get(name)
+            if clip is not own or layer is None or not self.taps.on:
+                return
+            if self._learning:
+                for norm in self._candidates(layer):
                     self._see(name, "input", norm, clip.squared_norms(args[0].detach(), norm).sqrt())
+            elif (float(clip.bound), clip.norm, clip.window) != (
+                layer.input_clip, layer.norm, Window.of(layer.unit.layer),
+            ):  # fmt: skip
+                raise Refused(f"The input clip of layer {layer.unit.described} was changed in the middle of a step.")
+            self._clipped[name] = output
 
         return watch
 
@@ -371,8 +413,7 @@ class _BackpropSession(Session):
         self._norm_chosen = bool(state.get("norm_chosen", True))
         for name, layer in self._layers.items():
             layer.gradient_clip = float(clips[name])
-            if layer.clip is not None:
-                layer.norm, layer.input_clip = layer.clip.norm, float(layer.clip.bound)
+            layer.look_up()
 
     def close(self) -> None:
         self.taps.close()
@@ -395,6 +436,9 @@ class _ClippingTaps(Taps):
         self._scratch.reclaim()
         self.run_backward(losses, weights)
 
+    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> None:
+        self._session.enter(unit, inputs[0])
+
     def take(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor]:
         unit = use.unit
         if unit.name in self._arrived:
@@ -409,13 +453,22 @@ class _ClippingTaps(Taps):
         return [passed.to(delta.dtype)]
 
 
-def _scaled(delta: Tensor, norms: Tensor, clip: float) -> Tensor:
-    """Each record's δ scaled to norm at most `clip`; zero where the norm is not finite."""
-    finite = torch.isfinite(norms)
-    factors = (clip * _MARGIN / norms).clamp(max=1).to(delta.dtype)
-    shape = (-1, *[1] * (delta.dim() - 1))
-    scaled = delta * factors.view(shape)
-    return scaled if bool(finite.all()) else scaled.masked_fill_(~finite.view(shape), 0)
+def _factors(norms: Tensor, clip: float) -> Tensor:
+    """What scales each record to norm at most `clip`; zero where the norm is not finite."""
+    factors = (clip * _MARGIN / norms).clamp(max=1)
+    return factors.masked_fill(~torch.isfinite(norms), 0)
+
+
+def _scaled(delta: Tensor, factors: Tensor) -> Tensor:
+    shaped = factors.view(-1, *[1] * (delta.dim() - 1))
+    if bool((factors == 1).all()):
+        return delta
+    scaled = delta * shaped
+    return scaled.masked_fill_(shaped == 0, 0) if bool((factors == 0).any()) else scaled
+
+
+def _within_reason(clip: float) -> float:
+    return min(max(clip, 1e-10), 1e10)
 
 
 def _of(clips: _Clips, layer: str, option: str) -> float:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..errors import Refused
 
 Norm = Literal["patch", "frobenius", "input"]
 NORMS: tuple[Norm, ...] = ("patch", "frobenius", "input")
@@ -18,6 +21,10 @@ _MARGIN = 1 - 2.0**-14
 """Norms are computed in float32; aiming this much below the bound keeps what comes out at the bound or less."""
 _HALF_MARGIN = 1 - 2.0**-7
 """For what leaves in 16 bits, where every entry may be rounded up by an 2^-8th."""
+_BLOCK = 2**17
+"""Numbers that are worked on at a time, few enough to stay in the cache."""
+_LONG_AXIS = 512
+"""Up to this length sums over patches are a product with a matrix, which is faster and grows with the square."""
 LONG = 2**14
 """Sums of more terms than this are computed in float64, as float32 would lose more than the margin."""
 
@@ -47,20 +54,51 @@ class Window:
             mode=layer.padding_mode,
         )
 
-    def pad(self, z: Tensor) -> Tensor:
-        if not any(self.padding):
-            return z
-        return F.pad(z, self.padding, mode="constant" if self.mode == "zeros" else self.mode)
+    def patches(self, energy: Tensor) -> Tensor:
+        """‖P_t‖² of every patch, group by group, from the squares added up over the channels of each group.
 
-    def squares(self, z: Tensor) -> Tensor:
-        """‖P_t‖² of every patch, group by group: (records, groups, *positions)."""
-        squares = self.pad(z.square().sum(1, keepdim=True) if self.groups == 1 else self._by_group(z))
-        conv = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
-        ones = squares.new_ones(self.groups, 1, *self.kernel)
-        return conv(squares, ones, None, self.stride, 0, self.dilation, self.groups)
+        Both are (records, groups, *positions). A patch is a box, so its sum is taken axis by axis.
+        """
+        return self._along_axes(energy, self.dilation, self.stride, self.kernel)
 
-    def _by_group(self, z: Tensor) -> Tensor:
-        return z.reshape(len(z), self.groups, -1, *z.shape[2:]).square().sum(2)
+    def padded(self, energy: Tensor) -> Tensor:
+        return self._along_axes(energy, [1] * len(self.kernel), [1] * len(self.kernel), [1] * len(self.kernel))
+
+    def _along_axes(
+        self, energy: Tensor, dilation: Sequence[int], stride: Sequence[int], kernel: Sequence[int]
+    ) -> Tensor:
+        axes = len(kernel)
+        for i in range(axes):
+            before, after = self.padding[2 * (axes - 1 - i) : 2 * (axes - i)]
+            along = torch.movedim(energy, 2 + i, -1)
+            if along.shape[-1] > _LONG_AXIS:
+                rows = _pad(along.reshape(-1, 1, along.shape[-1]), before, after, self.mode)
+                sums = F.conv1d(rows, rows.new_ones(1, 1, kernel[i]), None, stride[i], 0, dilation[i])
+                along = sums.view(*along.shape[:-1], -1)
+            else:
+                box = _box(along.shape[-1], before, after, self.mode, kernel[i], stride[i], dilation[i])
+                along = along @ box.to(along)
+            energy = torch.movedim(along, -1, 2 + i)
+        return energy
+
+
+def _pad(rows: Tensor, before: int, after: int, mode: str) -> Tensor:
+    return F.pad(rows, (before, after), mode="constant" if mode == "zeros" else mode)
+
+
+def _box(length: int, before: int, after: int, mode: str, kernel: int, stride: int, dilation: int) -> Tensor:
+    """(length, positions): how often the patch at a position takes each entry of the axis."""
+    counts = _counts if not torch.compiler.is_compiling() else _counts.__wrapped__
+    return counts(length, before, after, mode, kernel, stride, dilation)
+
+
+@lru_cache(maxsize=256)
+def _counts(length: int, before: int, after: int, mode: str, kernel: int, stride: int, dilation: int) -> Tensor:
+    own = torch.arange(length)
+    sources = _pad(own.double().view(1, 1, -1) + 1, before, after, mode).flatten() - 1  # −1 where it is zero
+    positions = (len(sources) - dilation * (kernel - 1) - 1) // stride + 1
+    taps = stride * torch.arange(positions)[:, None] + dilation * torch.arange(kernel)
+    return (sources[taps].unsqueeze(-1) == own).sum(1).T.float().contiguous()
 
 
 class InputClip(nn.Module):
@@ -82,7 +120,7 @@ class InputClip(nn.Module):
     def __init__(self, bound: float, norm: Norm = "input", window: Window | None = None) -> None:
         super().__init__()
         self.window = window
-        self.register_buffer("bound", torch.tensor(float(bound)))
+        self.register_buffer("bound", torch.tensor(float(bound), dtype=torch.float32))
         self.register_buffer("kind", torch.tensor(NORMS.index(norm), dtype=torch.uint8))
         self.norm: Norm = norm
 
@@ -108,34 +146,73 @@ class InputClip(nn.Module):
 
     def squared_norms(self, z: Tensor, norm: Norm | None = None) -> Tensor:
         """The square of each record's norm, in float32 or better."""
-        norm = norm or self.norm
+        return self._of_energy(self._energy(z, norm or self.norm), norm or self.norm)
+
+    def _energy(self, z: Tensor, norm: Norm) -> Tensor:
+        """Squares, added up as far as this norm treats entries alike: over everything, or over what shares a place."""
         z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
-        if norm == "input" or z.dim() == 2 or (self.window is None and norm == "frobenius"):
-            repeats = self.window is not None and self.window.mode != "zeros"
-            return _squares(self.window.pad(z) if repeats and self.window is not None else z, range(1, z.dim()))
+        if self._takes_all(z, norm):
+            return _sum_of_squares(z, list(range(1, z.dim())))
         if self.window is None:
-            return _squares(z, [z.dim() - 1]).flatten(1).amax(1)
-        patches = self.window.squares(z).flatten(2)
-        if norm == "patch":
-            return patches.flatten(1).amax(1)
-        return patches.sum(2, dtype=torch.float64 if patches.shape[2] > LONG else None).amax(1)
+            return _sum_of_squares(z, [z.dim() - 1])
+        if self.window.groups == 1:
+            return _sum_of_squares(z, [1]).unsqueeze(1)
+        return _sum_of_squares(
+            z.reshape(len(z), self.window.groups, z.shape[1] // self.window.groups, *z.shape[2:]), [2]
+        )
+
+    def _takes_all(self, z: Tensor, norm: Norm) -> bool:
+        if self.window is None:
+            return norm != "patch" or z.dim() == 2
+        return norm == "input" and self.window.mode == "zeros"
+
+    def _of_energy(self, energy: Tensor, norm: Norm) -> Tensor:
+        if energy.dim() == 1 or len(energy) == 0:
+            return energy.flatten(1).sum(1) if energy.dim() > 1 else energy
+        if self.window is None:
+            return energy.flatten(1).amax(1)
+        if torch.get_float32_matmul_precision() != "highest" or energy.is_cuda:
+            energy = energy.double()
+        if norm == "input":
+            return _total(self.window.padded(energy).flatten(1))
+        patches = self.window.patches(energy).flatten(2)
+        return patches.flatten(1).amax(1) if norm == "patch" else _total(patches).amax(1)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """The bound moves with the model and keeps its precision, whatever becomes of the weights'."""
+        bound = self.bound
+        moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.bound = bound.to(self.bound.device)
+        return moved
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.window is not None and x.dim() != len(self.window.kernel) + 2:
+            raise Refused(
+                f"A convolution was given a tensor of shape {tuple(x.shape)}, and its input clip needs records and "
+                "channels before the positions: add an axis for the records."
+            )
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self._clipped(x.float())  # the layer lowers the precision itself; bounds see what it was given
         return self._clipped(x)
 
     def _clipped(self, x: Tensor) -> Tensor:
-        squares = self.squared_norms(x)
-        margin = _HALF_MARGIN if x.dtype in (torch.float16, torch.bfloat16) else _MARGIN
-        factors = (squares * (margin * self.bound) ** -2).clamp(min=1).rsqrt()
-        factors = factors.to(torch.promote_types(x.dtype, torch.float32)).view(-1, *[1] * (x.dim() - 1))
-        finite = torch.isfinite(squares).view_as(factors)
+        """The factor counts as a constant in the backward pass, which then needs no norms: one product is enough."""
+        with torch.no_grad():
+            squares = self.squared_norms(x)
+            factors = self._factors(x, squares)
+            finite = torch.isfinite(squares).view(factors.shape)
+        plain = not torch.compiler.is_compiling()
+        if plain and bool((factors == 1).all()):
+            return x
         clipped = (x * factors).to(x.dtype)
-        if not torch.compiler.is_compiling() and bool(finite.all()):
-            return clipped
-        return torch.where(finite, clipped, 0)
+        return clipped if plain and bool(finite.all()) else torch.where(finite, clipped, 0)
+
+    def _factors(self, x: Tensor, squares: Tensor) -> Tensor:
+        """min(1, C/n), with C a little below the bound."""
+        margin = _HALF_MARGIN if x.dtype in (torch.float16, torch.bfloat16) else _MARGIN
+        factors = (squares.double() * (margin * self.bound.double()) ** -2).clamp(min=1).rsqrt()
+        return factors.to(torch.promote_types(x.dtype, torch.float32)).view(-1, *[1] * (x.dim() - 1))
 
     def extra_repr(self) -> str:
         return f"bound={float(self.bound):.4g}, norm={self.norm}"
@@ -178,7 +255,26 @@ def _clip_first(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, {**kwargs, "input": clip(kwargs["input"])}
 
 
-def _squares(z: Tensor, axes: Any) -> Tensor:
-    axes = list(axes)
-    long = math.prod(z.shape[axis] for axis in axes) > LONG
-    return z.square().sum(axes, dtype=torch.float64 if long else None)
+def _sum_of_squares(z: Tensor, axes: list[int]) -> Tensor:
+    """Σ z² over these axes."""
+    if math.prod(z.shape[axis] for axis in axes) > LONG:
+        return z.square().sum(axes, dtype=torch.float64)
+    if axes == [1] and z.shape[1] == 1:
+        return z.squeeze(1).square()
+    if torch.compiler.is_compiling() or (z.requires_grad and torch.is_grad_enabled()):
+        return z.square().sum(axes)
+    if len(axes) == z.dim() - 1 or z.stride(axes[-1]) == 1:  # read in the order of memory
+        norms: Tensor = torch.linalg.vector_norm(z, 2, axes)
+        return norms.square()
+    return by_blocks(z, lambda part, room: torch.mul(part, part, out=room).sum(axes))
+
+
+def by_blocks(x: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Reduces the records block by block, with room for a block of the same size that stays in the cache."""
+    block = max(1, _BLOCK // max(1, math.prod(x.shape[1:])))
+    room = torch.empty_like(x[:block])
+    return torch.cat([reduce(part, room[: len(part)]) for part in torch.split(x, block)])
+
+
+def _total(x: Tensor) -> Tensor:
+    return x.sum(-1, dtype=torch.float64 if x.shape[-1] > LONG else None)

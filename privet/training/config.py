@@ -83,7 +83,8 @@ class TrainConfig:
     model: str = _option(
         "mlp",
         _MODEL,
-        "mnist-cnn, cifar-cnn, resnet18-gn, mlp, transformer, bn-lenet5, convnet5, resnet18-bn, or module:factory",
+        "mnist-cnn, cifar-cnn, resnet18-gn, mlp, transformer, bn-lenet5, convnet5, resnet18-bn, backprop-mnist, "
+        "backprop-cifar, or module:factory",
         preset=True,
     )
     model_options: Mapping[str, Any] = _option({}, _MODEL, "options of the model", preset=True)

@@ -20,8 +20,11 @@ import privet.run
 import privet.step
 from privet.accounting import Guarantee
 from privet.audit import Report, audit
+from privet.gradients.bounded import _Affine
+from privet.methods.backprop import Backprop, _BackpropSession
 from privet.methods.batch import Batch, _BatchSession
 from privet.methods.per_example import PerExample, _PerExampleSession
+from privet.nn.input_clip import InputClip, Window
 from privet.noise import Source
 from privet.sampling import Poisson
 
@@ -39,14 +42,33 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10, track_running_stats=False), nn.Tanh(), nn.Linear(10, 3))
 
 
+def convolution() -> nn.Module:
+    """The largest response alone has a gradient, so that a hostile record can put all of it on one patch."""
+    torch.manual_seed(0)
+    conv = nn.Conv1d(1, 4, 3, padding=2, padding_mode="replicate")
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), conv, nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+def averaged_convolution() -> nn.Module:
+    """The gradient is the same at all positions."""
+    torch.manual_seed(0)
+    conv = nn.Conv1d(1, 4, 3, padding=1, padding_mode="circular", bias=False)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), conv, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
 GROUPS = {"weight": ["0.weight"], "bias": ["0.bias"], "last weight": ["2.weight"], "last bias": ["2.bias"]}
 
-SETTINGS: dict[str, Callable[[], tuple[PerExample | Batch, nn.Module]]] = {
+CLIPS = {"1": 0.01, "*": 0.3}
+"""So low that gradients at the convolution are clipped: where none is, faults in their norms do no harm."""
+
+SETTINGS: dict[str, Callable[[], tuple[PerExample | Batch | Backprop, nn.Module]]] = {
     "per-example": lambda: (PerExample(clip=1.0), network()),
     "per-example in four groups": lambda: (PerExample(groups=GROUPS, allocation="proportional"), network()),
     "batch": lambda: (Batch(clip=0.02), network()),
     "batch in six groups": lambda: (Batch(clip=0.02, record_groups=6), network()),
     "batch with BatchNorm": lambda: (Batch(clip=0.02), with_batch_norm()),
+    "backprop": lambda: (Backprop(input_clip=0.8, gradient_clip=CLIPS), convolution()),
+    "backprop, averaged": lambda: (Backprop(input_clip=0.8, gradient_clip=CLIPS), averaged_convolution()),
 }
 
 
@@ -142,6 +164,63 @@ def consecutive_chunks(patch: Patch) -> None:
 
 def nan_passes(patch: Patch) -> None:
     patch.setattr("privet.methods.per_example.torch.isfinite", lambda values: torch.ones_like(values, dtype=torch.bool))
+
+
+# Backpropagation clipping
+
+
+def no_input_clip(patch: Patch) -> None:
+    patch.setattr(InputClip, "forward", lambda self, x: x)
+
+
+def no_gradient_clip(patch: Patch) -> None:
+    patch.setattr("privet.methods.backprop._factors", lambda norms, clip: torch.ones_like(norms))
+
+
+def clipped_gradient_not_used(patch: Patch) -> None:
+    """The clipped gradient goes on to the layers before, and the layer's own sum is made from the one as it came."""
+    take = _BackpropSession.take
+
+    def changed(self: _BackpropSession, name: str, z: Tensor, delta: Tensor) -> Tensor:
+        layer = self._layers[name]
+        before = {local: total.clone() for local, total in layer.totals.items()}
+        passed = take(self, name, z, delta)
+        for local, total in layer.totals.items():
+            total.copy_(before[local])
+        layer.rule.add(layer.unit.layer, z, delta, layer.totals)
+        return passed
+
+    patch.setattr(_BackpropSession, "take", changed)
+
+
+def mixed_norms(patch: Patch) -> None:
+    """The largest patch of the input with the Frobenius norm of the gradient: no bound holds for this pair."""
+    norms = _Affine.upstream_norms
+    patch.setattr(_Affine, "upstream_norms", lambda self, layer, z, d, norm: norms(self, layer, z, d, "frobenius"))
+
+
+def norm_of_the_batch(patch: Patch) -> None:
+    norms = _Affine.upstream_norms
+
+    def changed(self, layer, z, delta, norm):  # type: ignore[no-untyped-def]
+        found = norms(self, layer, z, delta, norm)
+        return found.square().mean().sqrt().expand_as(found)
+
+    patch.setattr(_Affine, "upstream_norms", changed)
+
+
+def padding_ignored(patch: Patch) -> None:
+    of = Window.of
+
+    def unpadded(layer: nn.Module) -> Window | None:
+        window = of(layer)
+        return window and dataclasses.replace(window, padding=(0,) * len(window.padding), mode="zeros")
+
+    patch.setattr(Window, "of", unpadded)
+
+
+def bias_not_counted(patch: Patch) -> None:
+    patch.setattr(_Affine, "bounds", lambda self, layer, c1, c2: {("weight", "bias"): c1 * c2})
 
 
 # What is not noised
@@ -246,6 +325,13 @@ FAULTS = [
         "second accountant",
         whole_numbered_noise,
     ),
+    Fault("no input clip", "backprop", "sensitivity", no_input_clip),
+    Fault("no clip of the gradient at outputs", "backprop", "sensitivity", no_gradient_clip),
+    Fault("clipped gradient passed on, not used", "backprop", "sensitivity", clipped_gradient_not_used),
+    Fault("largest patch with the Frobenius norm of δ", "backprop, averaged", "sensitivity", mixed_norms),
+    Fault("norm of the batch in place of the record's", "backprop", "sensitivity", norm_of_the_batch),
+    Fault("padding left out of the patches' norms", "backprop", "sensitivity", padding_ignored),
+    Fault("bias not counted", "backprop", "sensitivity", bias_not_counted),
 ]
 
 
