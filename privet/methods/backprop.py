@@ -169,14 +169,19 @@ class _BackpropSession(Session):
         self._clipped: dict[str, Tensor] = {}
         """What came out of a layer's input clip and has not reached the layer yet."""
         self._norm_chosen = method.norm != "auto"
+        self._known_shape: list[object] = []
         try:
-            self._find_layers()
             self.begin()
         except BaseException:
             self.close()
             raise
 
     # The layers
+
+    def _shape(self) -> list[object]:
+        """What the layers were found by: which parameters are trained, and what each clip is for."""
+        clips = [(id(clip_of(unit.layer)), Window.of(unit.layer)) for unit in self.taps.units]
+        return [*clips, *(p.requires_grad for p in self.taps.parameters.values())]
 
     def _trained(self) -> list[Unit]:
         return [unit for unit in self.taps.units if any(p.requires_grad for p in unit.parameters.values())]
@@ -247,7 +252,14 @@ class _BackpropSession(Session):
 
     def begin(self) -> None:
         self.taps.refuse_changes()
-        self._find_layers()
+        shape = self._shape()
+        if shape != self._known_shape:
+            self._find_layers()
+            self._known_shape = self._shape()
+        elif self.method.clips == "fixed":
+            for name, layer in self._layers.items():  # another run on this model may have set its own
+                if layer.clip is not None:
+                    layer.clip.set(_of(self.method.input_clip, name, "input_clip"), layer.norm)
         for layer in self._layers.values():
             layer.begin(self.taps.names)
         self._below = {key: torch.zeros((), dtype=torch.float64) for key in self._side_queries()}
