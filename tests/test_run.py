@@ -762,6 +762,7 @@ def test_whole_users_are_drawn() -> None:
         ({"users": USERS[:-1]}, "There are 64 records and 63 users: give one id for each record"),
         ({"users": [*USERS[:-1], math.nan]}, "The user of record 63 is nan: give a number or a name"),
         ({"users": [*USERS[:-1], ["Ada"]]}, r"The user of record 63 is \['Ada'\]"),
+        ({"users": torch.zeros(64, 2)}, r"The user of record 0 is tensor\(\[0., 0.\]\)"),
         ({"users": USERS, "method": PerExample()}, r"a method that bounds users.*Batch\(record_groups='user'\)"),
         ({"users": USERS, "method": Layerwise()}, r"a method that bounds users.*Batch\(record_groups='user'\)"),
         ({"users": USERS, "method": Batch()}, r"a method that bounds users.*Batch\(record_groups='user'\)"),
