@@ -564,8 +564,8 @@ def _records_of(users: Sequence[Hashable], size: int) -> list[Sample]:
         raise ConfigError(f"There are {size} records and {len(users)} users: give one id for each record.")
     found: dict[Hashable, list[int]] = {}
     for position, given in enumerate(users):
-        single = isinstance(given, Tensor) and given.numel() == 1
-        user = given.item() if single else given  # tensors are never the same key of a dict
+        # tensors are never the same key of a dict
+        user = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
         if isinstance(user, Tensor) or not isinstance(user, Hashable) or (isinstance(user, float) and math.isnan(user)):
             raise ConfigError(f"The user of record {position} is {user!r}: give a number or a name for each record.")
         found.setdefault(user, []).append(position)

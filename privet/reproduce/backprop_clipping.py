@@ -1,8 +1,8 @@
 """Backpropagation clipping (Stevens et al. 2022): accuracy by epsilon, with what each of Privet's changes is worth.
 
 The paper's own results were withdrawn by its authors; `theirs` are the accuracies that they published after correcting
-their code, at the epsilons that they claim. The network is `mnist-cnn`, which is the paper's Figure 3 with padding, bias
-and tanh, or the figure as it stands (`backprop-mnist`: ReLU, neither padding nor bias).
+their code, at the epsilons that they claim. The network is `mnist-cnn`, which is the paper's Figure 3 with padding,
+bias and tanh, or the figure as it stands (`backprop-mnist`: ReLU, neither padding nor bias).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _TUNED: Mapping[float, tuple[int, int, float, float]] = {
     0.2: (8192, 8, 3.0, 0.9),
     0.5: (4096, 8, 3.0, 0.95),
     1.0: (1024, 10, 1.5, 0.99),
-    3.0: (1024, 10, 2.0, 0.99),
-    8.0: (1024, 10, 2.0, 0.99),
+    3.0: (2048, 12, 4.0, 0.98),
+    8.0: (2048, 12, 4.0, 0.98),
 }
 _METHOD = {"input_clip": 3.0, "gradient_clip": 0.1, "norm": "patch", "allocation": "optimal"}
 _PUBLIC = {"input_clip": 1.0, "gradient_clip": 0.1, "clips": "public", "quantile": 0.5}
