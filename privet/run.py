@@ -63,7 +63,8 @@ class Run:
                 optimizer.step()
 
     Args:
-        model: stays what it is: same class, same `state_dict`. Hooks are removed by `close`.
+        model: stays what it is: same class, same `state_dict` but for parts that the method needs in it (input clips of
+            backpropagation clipping). Hooks are removed by `close`.
         dataset: map-style, one item per record.
         relation: `add_remove` (default) or `replace_one`.
         records: the public number of records; by default the length of the data set, which then counts as public.

@@ -9,6 +9,7 @@ with: when a row is changed, its runs are done anew. Processes that share a fold
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -165,6 +166,7 @@ def run_study(
             file.flush()
             os.fsync(file.fileno())
         clock.end(line)
+        gc.collect()  # a finished training and its records refer to each other
         on_progress(replace(now, done=now.done + 1, result=line, seconds_left=clock.left(row.key, None, ahead)))
         if stop():
             break
