@@ -433,7 +433,7 @@ class Run:
             "records": self.records,
             "records_are_public": "stated by the user" if self.records_stated else "taken from the data",
             "public_records": None if self.public is None else _length(self.public),
-            "groups": self._groups(),
+            "groups": self.groups(),
             "noise_multiplier": self.noise_multiplier,
             "noise_level": self.source.level,
             "steps": self.steps_done,
@@ -445,7 +445,8 @@ class Run:
             "not_covered": _not_covered(self),
         }
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
+        """What is released in a step: each sum with its size, sensitivity and noise."""
         queries = self.session.finish()
         stds = noise_stds(queries, self._rules, self.source)
         return [

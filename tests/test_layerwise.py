@@ -110,7 +110,7 @@ def test_groups_of_one_record_are_per_example_clipping_bit_for_bit() -> None:
     released = []
     for this in (PerExample(clip=C, groups="layer"), Batch(clip=C, groups="layer", record_groups="each")):
         with running(network(), this, noise=1.0) as run:
-            released.append((release(run), run._groups()))
+            released.append((release(run), run.groups()))
     assert released[0][1] == released[1][1]
     assert all(torch.equal(released[0][0][n], released[1][0][n]) for n in released[0][0])
 
@@ -124,7 +124,7 @@ def noise_of(chosen: Any, noise: float = 0.7, **options: Any) -> tuple[dict[str,
     for sigma in (0.0, noise):
         with running(network(400), chosen, noise=sigma, **options) as run:
             sums.append(release(run))
-            groups = run._groups()  # the statement's
+            groups = run.groups()  # the statement's
     return {n: float((sums[1][n] - sums[0][n]).square().mean().sqrt()) for n in sums[0]}, groups
 
 

@@ -80,7 +80,7 @@ def _statement(run: FinishedRun, mechanism: Mechanism, subject: MethodSubject) -
         discrete=run.config.noise_level == "exact",
     )
     paid = int(told["compositions"])
-    stated, real = _multiplier(told["groups"]), _multiplier(subject.run._groups())
+    stated, real = _multiplier(told["groups"]), _multiplier(subject.run.groups())
     same = math.isclose(stated, real, rel_tol=1e-4)
     return [
         Check(name="compositions paid for the steps taken", holds=paid >= due, measured=paid, bound=due),

@@ -373,7 +373,7 @@ class MethodSubject(Subject):
                 facts[f"state of the method after step {number}"] = copy.deepcopy(run.session.state())
                 facts[f"noise in step {number}"] = list(desk.stds)
                 facts[f"steps and compositions paid after step {number}"] = (run.steps_done, run.units_spent)
-            facts["what is declared"] = run._groups()
+            facts["what is declared"] = run.groups()
         facts["what was printed and logged"] = heard
         return desk.tape, facts
 
