@@ -9,6 +9,7 @@ from .errors import BudgetExceeded, CheckpointError, ConfigError, LedgerError, P
 
 if TYPE_CHECKING:
     from . import audit as audit
+    from . import losses as losses
     from . import nn as nn
     from .ledger import Ledger
     from .methods import Method, method
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from .methods.batch import Batch
     from .methods.layerwise import Layerwise
     from .methods.per_example import PerExample
+    from .methods.ternary import Ternary
     from .planning import Budget, Plan, plan
+    from .postprocess import Denoise
     from .run import Run
     from .sampling import FixedSize, Partition, Poisson
     from .step import Release, Step
@@ -32,9 +35,11 @@ _HOMES = {
     "Batch": ".methods.batch",
     "Layerwise": ".methods.layerwise",
     "PerExample": ".methods.per_example",
+    "Ternary": ".methods.ternary",
     "Budget": ".planning",
     "Plan": ".planning",
     "plan": ".planning",
+    "Denoise": ".postprocess",
     "Run": ".run",
     "FixedSize": ".sampling",
     "Partition": ".sampling",
@@ -43,7 +48,7 @@ _HOMES = {
     "Step": ".step",
 }
 
-_PARTS = ("audit", "nn")
+_PARTS = ("audit", "losses", "nn")
 """Reached as privet.nn, but not in __all__: nn would hide torch's."""
 
 __all__ = [
@@ -53,6 +58,7 @@ __all__ = [
     "BudgetExceeded",
     "CheckpointError",
     "ConfigError",
+    "Denoise",
     "FixedSize",
     "Layerwise",
     "Ledger",
@@ -67,6 +73,7 @@ __all__ = [
     "Release",
     "Run",
     "Step",
+    "Ternary",
     "method",
     "plan",
 ]

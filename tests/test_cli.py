@@ -23,6 +23,7 @@ import privet.training.loop as training_loop
 from privet import Ledger, PerExample, checkpoint
 from privet.accounting import Mechanism
 from privet.cli import _options, main
+from privet.losses import LOSSES
 from privet.methods import METHODS, option, register
 from privet.training import TrainConfig
 
@@ -135,8 +136,9 @@ def test_everything_on_the_command_line_can_stand_in_toml() -> None:
     _options.add_train_options(parser)
     words = {a.dest for a in parser._actions} - {"help"}
     of_methods = {f"method.{f.name}" for method in METHODS.values() for f in fields(method)}  # type: ignore[arg-type]
-    settable = {f.name for f in fields(TrainConfig)} | of_methods
-    assert words <= settable and settable - words == {"method_options", "model_options"}
+    of_losses = {f"loss.{f.name}" for loss in LOSSES.values() for f in fields(loss)}
+    settable = {f.name for f in fields(TrainConfig)} | of_methods | of_losses | {"model.activation"}
+    assert words <= settable and settable - words == {"method_options", "model_options", "loss_options"}
 
 
 def test_command_line_over_file_over_preset_over_default() -> None:

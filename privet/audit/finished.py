@@ -75,7 +75,8 @@ def _read(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
             raise ConfigError(f"{folder} holds no finished run, as it has no {name}: name the folder of one.")
     try:
         options = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        for part in ("method", "model"):
+        options.setdefault("loss", {"name": "ce"})  # runs from before there were others
+        for part in ("method", "model", "loss"):
             named = dict(options[part])
             options |= {part: named.pop("name"), f"{part}_options": named}
         statement = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))

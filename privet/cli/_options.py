@@ -1,7 +1,7 @@
 """Options of a training from the command line, a TOML file and the presets, all made from `TrainConfig`.
 
 Each source gives a layer, a dictionary of fields of TrainConfig; a higher layer wins: command line, file, preset,
-default. Options of a method are the fields of its class, so a new method brings its own.
+default. Options of a method or a loss are the fields of its class, so a new one brings its own.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
+from ..losses import LOSSES
 from ..methods import METHODS, Method
 from ..training import TrainConfig
 
 Layer = dict[str, Any]
 
-_NAMED = ("method", "model")
+_KINDS: dict[str, Mapping[str, Any]] = {"method": METHODS, "loss": LOSSES}
+"""Classes by name, whose fields are options."""
+_NAMED = (*_KINDS, "model")
 """What has a name and options of its own: a table in TOML."""
 _FOLLOWS = {
     "method": ("method_options",),
+    "loss": ("loss_options",),
     "model": ("model_options",),
     "optimizer": ("lr", "momentum"),
     "steps": ("epochs",),
@@ -44,33 +48,39 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         title = f.metadata["group"]
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         if _is_word(_hints(TrainConfig)[f.name]):
-            more = "".join(f"; {name}: {METHODS[name].summary}" for name in sorted(METHODS))
-            _add(group, f.name, _hints(TrainConfig)[f.name], _help(f, more if f.name == "method" else ""), dest=f.name)
+            more = "".join(f"; {name}: {known.summary}" for name, known in sorted(_KINDS.get(f.name, {}).items()))
+            _add(group, f.name, _hints(TrainConfig)[f.name], _help(f, more), dest=f.name)
         elif f.name == "bounds":
             group.add_argument(
                 flag(f.name), action="append", metavar="COLUMN=LOW:HIGH", default=argparse.SUPPRESS, help=_help(f)
             )
-    for name, owners in _method_options().items():
-        hints = [_hints(METHODS[owner])[name] for owner in owners]
+        if f.name == "model":
+            text = "of the model: tanh, relu, sigmoid, or tempered:S,T,O for S*sigmoid(T*x) - O (default: the model's)"
+            _add(group, "activation", str, text, dest="model.activation")
+    for kind, name, owners in _options_of_kinds():
+        hints = [_hints(_KINDS[kind][owner])[name] for owner in owners]
         if name in _hints(TrainConfig) or not all(map(_is_word, hints)):
             continue
-        title = f"options of --method {' or '.join(owners)}"
+        title = f"options of --{kind} {' or '.join(owners)}"
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
-        texts = {owner: _help(_field(METHODS[owner], name)) for owner in owners}
+        texts = {owner: _help(_field(_KINDS[kind][owner], name)) for owner in owners}
         same = len(set(texts.values())) == 1
         text = texts[owners[0]] if same else "; ".join(f"{owner}: {text}" for owner, text in texts.items())
-        _add(group, name, hints[0] if len(set(hints)) == 1 else str, text, dest=f"method.{name}")
+        _add(group, name, hints[0] if len(set(hints)) == 1 else str, text, dest=f"{kind}.{name}")
 
 
 def from_command_line(args: argparse.Namespace) -> Layer:
-    """The layer of what was given. Options of the method are texts still: `resolve` knows which method it is."""
+    """The layer of what was given. Options of a method or loss are texts still: `resolve` knows which one it is."""
     given = dict(vars(args))
     if "bounds" in given:
         given["bounds"] = dict(map(_range, given["bounds"]))
     hints = _hints(TrainConfig)
     layer: Layer = {name: _parsed(flag(name), given[name], hints[name]) for name in hints if name in given}
-    options = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("method.")}
-    return layer | ({"method_options": options} if options else {})
+    for key, value in given.items():
+        kind, dot, name = key.partition(".")
+        if dot:
+            layer.setdefault(f"{kind}_options", {})[name] = value
+    return layer
 
 
 def _range(text: str) -> tuple[str, list[float]]:
@@ -108,13 +118,14 @@ def _help(f: Field[Any], more: str = "") -> str:
     return f"{f.metadata.get('help', '')}{more}{f' (default: {default})' if default else ''}"
 
 
-def _method_options() -> dict[str, list[str]]:
-    """Every option of any method, with the methods that have it."""
-    owners: dict[str, list[str]] = {}
-    for method in sorted(METHODS):
-        for f in fields(METHODS[method]):  # type: ignore[arg-type]
-            owners.setdefault(f.name, []).append(method)
-    return owners
+def _options_of_kinds() -> list[tuple[str, str, list[str]]]:
+    """Every option of any method, then of any loss: kind, name, and which of the kind have it."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for kind, known in _KINDS.items():
+        for owner in sorted(known):
+            for f in fields(known[owner]):
+                owners.setdefault((kind, f.name), []).append(owner)
+    return [(kind, name, found) for (kind, name), found in owners.items()]
 
 
 def _field(owner: Any, name: str) -> Field[Any]:
@@ -139,7 +150,7 @@ def from_toml(path: Path) -> Layer:
 
 
 def _layer(content: Mapping[str, Any], where: str) -> Layer:
-    """Checked names and types; the tables `method` and `model` become a name and options."""
+    """Checked names and types; the tables `method`, `loss` and `model` become a name and options."""
     hints = _hints(TrainConfig)
     layer: Layer = {}
     for key, value in content.items():
@@ -177,15 +188,22 @@ def resolve(*layers: Layer) -> TrainConfig:
     for layer in reversed(layers):
         given = _over(layer, given)
     method = given.get("method", _field(TrainConfig, "method").default)
-    if method not in METHODS:
-        raise ConfigError(f"There is no method '{method}'. There are: {', '.join(sorted(METHODS))}.")
+    _check_name("method", method)
     data = given.get("data", _field(TrainConfig, "data").default)
     base = (preset(data, method) if given.get("preset", True) else {}) | {"method": method}
     if "epsilon" in given and "noise" in given:  # then the length is what is asked for
         base = {key: value for key, value in base.items() if key not in ("epochs", "steps")}
     chosen = _over(given, base)
-    chosen["method_options"] = _checked_options(method, chosen.get("method_options", {}))
+    for kind in _KINDS:
+        name = chosen.get(kind, _field(TrainConfig, kind).default)
+        _check_name(kind, name)
+        chosen[f"{kind}_options"] = _checked_options(kind, name, chosen.get(f"{kind}_options", {}))
     return TrainConfig(**chosen)
+
+
+def _check_name(kind: str, name: str) -> None:
+    if name not in _KINDS[kind]:
+        raise ConfigError(f"There is no {kind} '{name}'. There are: {', '.join(sorted(_KINDS[kind]))}.")
 
 
 def _over(high: Layer, low: Layer) -> Layer:
@@ -193,30 +211,30 @@ def _over(high: Layer, low: Layer) -> Layer:
     kept = {key: value for key, value in low.items() if key not in outdated}
     options = {
         key: {**kept.get(key, {}), **high.get(key, {})}
-        for key in ("method_options", "model_options", "bounds")
+        for key in (*(f"{kind}_options" for kind in _NAMED), "bounds")
         if key in kept or key in high
     }
     return kept | high | options
 
 
-def _checked_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    hints = {f.name: _hints(METHODS[method])[f.name] for f in fields(METHODS[method])}  # type: ignore[arg-type]
+def _checked_options(kind: str, owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    hints = _hints(_KINDS[kind][owner])
     for name in options:
         if name not in hints:
             raise ConfigError(
-                f"Method '{method}' has no option '{name}' ({flag(name)}). It has: {', '.join(hints) or 'none'}."
+                f"{kind.capitalize()} '{owner}' has no option '{name}' ({flag(name)}). "
+                f"It has: {', '.join(hints) or 'none'}."
             )
     return {name: _parsed(name, value, hints[name]) for name, value in options.items()}
 
 
 def method_from(name: str, given: Sequence[str]) -> Method:
     """A method by its name and options written as NAME=VALUE."""
-    if name not in METHODS:
-        raise ConfigError(f"There is no method '{name}'. There are: {', '.join(sorted(METHODS))}.")
+    _check_name("method", name)
     pairs = [text.partition("=") for text in given]
     if wrong := next((key for key, sign, _ in pairs if not sign), None):
         raise ConfigError(f"An option of the method is written NAME=VALUE, not {wrong!r}.")
-    return METHODS[name](**_checked_options(name, {key.replace("-", "_"): value for key, _, value in pairs}))
+    return METHODS[name](**_checked_options("method", name, {key.replace("-", "_"): value for key, _, value in pairs}))
 
 
 # Types

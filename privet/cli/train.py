@@ -75,8 +75,9 @@ def _resumed(args: argparse.Namespace) -> TrainConfig:
 
     folder, given = Path(args.resume), from_command_line(args)
     free = {f.name for f in fields(TrainConfig) if f.metadata.get("resume")}
-    options = [*given, *given.get("method_options", ())]
-    fixed = [flag(name) for name in options if name not in free | {"method_options"}]
+    tables = {f"{kind}_options" for kind in ("method", "model", "loss")}
+    options = [*given, *(name for table in sorted(tables) for name in given.get(table, ()))]
+    fixed = [flag(name) for name in options if name not in free | tables]
     fixed += [args.config] if args.config else []
     if fixed:
         raise ConfigError(f"A resumed run keeps its own configuration: leave out {', '.join(fixed)}.")

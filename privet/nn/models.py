@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from privet.errors import ConfigError
+from privet.nn.activations import activation as activation_of
 
 Factory = Callable[..., nn.Module]
-_Activation = Literal["tanh", "relu"]
 
 
 def build(
@@ -99,32 +99,34 @@ def _seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
-def mnist_cnn(*, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+def mnist_cnn(*, input_shape: tuple[int, ...], classes: int, activation: str = "tanh") -> nn.Module:
     """The tanh CNN for (Fashion-)MNIST of the losing-less paper, Table 1: 26,010 parameters on 28 x 28."""
+    act = activation_of(activation)
     features = nn.Sequential(
         nn.Conv2d(_channels("mnist-cnn", input_shape), 16, 8, stride=2, padding=2),
-        nn.Tanh(),
+        act(),
         nn.MaxPool2d(2, stride=1),
         nn.Conv2d(16, 32, 4, stride=2),
-        nn.Tanh(),
+        act(),
         nn.MaxPool2d(2, stride=1),
         nn.Flatten(),
     )
     width = _output_width("mnist-cnn", features, input_shape)
-    return nn.Sequential(*features, nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, classes))
+    return nn.Sequential(*features, nn.Linear(width, 32), act(), nn.Linear(32, classes))
 
 
-def cifar_cnn(*, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+def cifar_cnn(*, input_shape: tuple[int, ...], classes: int, activation: str = "tanh") -> nn.Module:
     """The tanh CNN for CIFAR-10 of the losing-less paper, Table 2: 550,570 parameters on 3 x 32 x 32."""
+    act = activation_of(activation)
     layers: list[nn.Module] = []
     before = _channels("cifar-cnn", input_shape)
     for width in (32, 64, 128):
-        layers += [nn.Conv2d(before, width, 3, padding=1), nn.Tanh()]
-        layers += [nn.Conv2d(width, width, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(before, width, 3, padding=1), act()]
+        layers += [nn.Conv2d(width, width, 3, padding=1), act(), nn.MaxPool2d(2)]
         before = width
     features = nn.Sequential(*layers, nn.Flatten())
     width = _output_width("cifar-cnn", features, input_shape)
-    return nn.Sequential(*features, nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, classes))
+    return nn.Sequential(*features, nn.Linear(width, 128), act(), nn.Linear(128, classes))
 
 
 def backprop_mnist(
@@ -133,7 +135,7 @@ def backprop_mnist(
     classes: int,
     padding: bool = False,
     bias: bool = False,
-    activation: _Activation = "relu",
+    activation: str = "relu",
 ) -> nn.Module:
     """The CNN for (Fashion-)MNIST of the backpropagation-clipping paper, Figure 3: 18,752 parameters on 28 x 28.
 
@@ -142,7 +144,7 @@ def backprop_mnist(
     first convolution by 3, unlike the paper). `padding` is that of `mnist_cnn`; with it, `bias` and tanh, this is
     `mnist_cnn`.
     """
-    act = _activation(activation)
+    act = activation_of(activation)
     features = nn.Sequential(
         nn.Conv2d(_channels("backprop-mnist", input_shape), 16, 8, stride=2, padding=2 if padding else 0, bias=bias),
         act(),
@@ -162,7 +164,7 @@ def backprop_cifar(
     classes: int,
     padding: bool = False,
     bias: bool = False,
-    activation: _Activation = "relu",
+    activation: str = "relu",
 ) -> nn.Module:
     """The CNN for CIFAR-10 of the backpropagation-clipping paper, Figure 4: 29,424,512 parameters on 3 x 32 x 32.
 
@@ -171,7 +173,7 @@ def backprop_cifar(
     pair is padded by 1, so that a pair keeps the size, and pools have the stride 2 of Papernot et al.: 1,571,712
     parameters.
     """
-    act = _activation(activation)
+    act = activation_of(activation)
     layers: list[nn.Module] = []
     before = _channels("backprop-cifar", input_shape)
     for width in (32, 64, 128, 256):
@@ -279,10 +281,10 @@ def mlp(
     input_shape: tuple[int, ...],
     classes: int,
     hidden: Sequence[int] = (256, 256),
-    activation: _Activation = "tanh",
+    activation: str = "tanh",
 ) -> nn.Module:
     """Linear layers of the `hidden` widths; tanh by default, as bounded activations lose less to clipping."""
-    act = _activation(activation)
+    act = activation_of(activation)
     layers: list[nn.Module] = [nn.Flatten()]
     before = int(torch.Size(input_shape).numel())
     for width in hidden:
@@ -353,13 +355,6 @@ def transformer(
         feedforward=feedforward,
         layers=layers,
     )
-
-
-def _activation(name: str) -> type[nn.Module]:
-    activations: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
-    if name not in activations:
-        raise ConfigError(f"activation={name!r} must be one of {', '.join(activations)}.")
-    return activations[name]
 
 
 def _channels(name: str, input_shape: tuple[int, ...]) -> int:

@@ -31,7 +31,7 @@ from ..training import Progress, Result, TrainConfig, to_json, train
 from ..training.folder import drop_half_line
 
 _KEPT = ("accuracy", "epsilon", "delta", "noise_multiplier", "steps", "seconds")
-_OPTIONS = {"method_options": "method", "model_options": "model"}
+_OPTIONS = {"method_options": "method", "model_options": "model", "loss_options": "loss"}
 
 
 @dataclass(frozen=True, kw_only=True)

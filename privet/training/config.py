@@ -88,6 +88,8 @@ class TrainConfig:
         preset=True,
     )
     model_options: Mapping[str, Any] = _option({}, _MODEL, "options of the model", preset=True)
+    loss: str = _option("ce", _MODEL, "what is minimised (held-out loss is always cross-entropy)", preset=True)
+    loss_options: Mapping[str, Any] = _option({}, _MODEL, "options of the loss", preset=True)
     optimizer: Literal["sgd", "adam"] = _option("sgd", _MODEL, "optimizer", preset=True)
     lr: float | None = _option(None, _MODEL, "learning rate", otherwise="0.5 (sgd) or 0.002 (adam)", preset=True)
     momentum: float = _option(0.9, _MODEL, "momentum of sgd", preset=True)
@@ -97,6 +99,20 @@ class TrainConfig:
     lr_decay: float = _option(0.9, _MODEL, "what decay multiplies the learning rate by", preset=True)
     ema: float | None = _option(
         None, _MODEL, "decay of the running mean of the weights that is measured and released", preset=True
+    )
+    denoise: Literal["none", "hard", "posterior"] = _option(
+        "none",
+        _MODEL,
+        "guess the gradient from the noisy one: hard (-v, 0 or v, whichever is most likely) or its posterior mean",
+    )
+    denoise_threshold: float | None = _option(
+        None, _MODEL, "v of --denoise, as it stands in p.grad", otherwise="one deviation of the noise there"
+    )
+    denoise_bound: float = _option(
+        1.0, _MODEL, "no entry of the clean gradient is larger than this: C, or the smaller of 1 and C if ternary"
+    )
+    denoise_priors: Literal["equal", "tracked"] = _option(
+        "equal", _MODEL, "how likely -v, 0 and v are beforehand: all the same, or as the noisy gradients so far say"
     )
     seed: int = _option(0, _MODEL, "of the initial weights and of how records are held out, never of the noise")
 
@@ -132,7 +148,7 @@ class TrainConfig:
     def to_toml(self) -> str:
         """The file that repeats this run; folders and how to print are left to the next one."""
         known = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("run", True)}
-        for part in ("method", "model"):
+        for part in ("method", "model", "loss"):
             known[part] = {"name": known[part], **known.pop(f"{part}_options")}
         tables = {k: _plain(v) for k, v in known.items() if isinstance(v, Mapping)}
         values = {k: v for k, v in known.items() if v is not None and k not in tables}

@@ -22,9 +22,12 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from ..accounting import Guarantee, epsilon
 from ..data import Data, load
 from ..errors import BudgetExceeded, ConfigError
+from ..losses import Loss
+from ..losses import loss as make_loss
 from ..methods import method as make_method
 from ..nn import build
 from ..planning import Budget
+from ..postprocess import Denoise
 from ..run import Run
 from ..sampling import FixedSize, Partition, Poisson, SamplingRule
 from .config import TrainConfig, settle
@@ -111,6 +114,8 @@ def train(
     method = make_method(config.method, **config.method_options)
     units = len(data.train) if data.users is None else len(set(data.users))
     sampling.check(config.records or units, config.relation)
+    denoise = _denoise(config)
+    criterion = make_loss(config.loss, model, **config.loss_options)
     place = Place(config, data, resume)
     run: Run | None = None
     try:
@@ -130,10 +135,13 @@ def train(
             loader_options={"num_workers": config.workers, "collate_fn": _collate},
             users=data.users,
             public=None if data.public is None else _Records(data.public),
+            post=[] if denoise is None else [denoise],
             run_id=place.run_id,
         ) as run:
             place.write_start(replace(config, ledger=str(ledger.path)))
-            training = _Training(config, data, run, place.folder, on_progress or (lambda _: None), stop)
+            training = _Training(config, data, run, criterion, place.folder, on_progress or (lambda _: None), stop)
+            if denoise is not None:
+                training.stateful["denoise"] = denoise
             ended = training.go(resume is not None)
             result = Result(
                 ended=ended,
@@ -157,6 +165,7 @@ def train(
             place.take_back()
         raise
     finally:
+        criterion.close()
         place.close()
 
 
@@ -197,11 +206,13 @@ class _Training:
         config: TrainConfig,
         data: Data,
         run: Run,
+        criterion: Loss,
         folder: Path,
         on_progress: Callable[[Progress], None],
         stop: Callable[[], bool],
     ) -> None:
         self.config, self.data, self.run, self.folder = config, data, run, folder
+        self.criterion = criterion
         self.on_progress, self.stop = on_progress, stop
         self.accuracy: float | None = None
         self.loss: float | None = None
@@ -253,12 +264,13 @@ class _Training:
         model, amp = self.run.model, self.config.precision == "bf16"
         model.train()
         for step in self.run.loader:
+            self.criterion.epoch = self.run.steps_done // len(self.run.loader)
             for x, y in step:
                 if self.stop():
                     return False  # within a step: nothing of it was released, nor paid for
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
                     scores = model(self._laid_out(x))
-                step.backward(cross_entropy(scores.float(), y, reduction="none"))
+                step.backward(self.criterion(scores, y))
             self.optimizer.step()
             self.scheduler.step()
             if self.average is not None:
@@ -298,7 +310,7 @@ class _Training:
 
     @torch.no_grad()
     def _measure(self) -> tuple[float, float]:
-        """Accuracy and mean loss on the held-out records."""
+        """Accuracy and mean cross-entropy, whatever is minimised, on the held-out records."""
         model = self.released
         if self.data.public is not None:  # BatchNorm's statistics, of these weights and public records only
             update_bn([self._laid_out(x) for x in torch.split(self.data.public.tensors[0], _EVALUATION_BATCH)], model)
@@ -373,6 +385,14 @@ def _budget(config: TrainConfig) -> Budget:
 def _sampling(config: TrainConfig) -> SamplingRule:
     assert config.batch is not None
     return SAMPLING[config.sampling](batch=config.batch)
+
+
+def _denoise(config: TrainConfig) -> Denoise | None:
+    if config.denoise == "none":
+        return None
+    return Denoise(
+        config.denoise, threshold=config.denoise_threshold, bound=config.denoise_bound, priors=config.denoise_priors
+    )
 
 
 def _model(config: TrainConfig, data: Data) -> nn.Module:

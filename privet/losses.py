@@ -1,0 +1,385 @@
+"""Losses for private training, one number per record: those of the losing-less paper and of its ablation.
+
+Each is a module that is called as ``loss(scores, targets)``, with scores (records, classes) and the number of each
+record's class, and gives a vector. Record i's loss is a function of record i alone, so all of them go with every
+method, and in ordinary training with ``.mean()``. Losses that change over a training read `epoch`, which whoever
+trains sets, counting from 0.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .errors import ConfigError, Refused
+from .methods import option
+
+_HALF = (torch.float16, torch.bfloat16)
+_WHAT_GAMMA_IS = "γ of the focal loss: how much less records count that are right; 0 is cross-entropy"
+_AFFINE = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Loss(nn.Module):
+    """A loss per record. Use as a context manager, or `close` it, to take from the model what it put there."""
+
+    summary: ClassVar[str]
+    epoch = 0.0
+    """Which epoch it is, from 0; need not be whole."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    @classmethod
+    def of(cls, model: nn.Module, **options: Any) -> Self:
+        """The loss for training this model; most do not look at it."""
+        return cls(**options)
+
+    @abstractmethod
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """The losses; shapes are right, and scores at least single precision."""
+
+    def forward(self, scores: Tensor, targets: Tensor) -> Tensor:
+        if scores.dim() != 2 or targets.shape != scores.shape[:1] or targets.is_floating_point():
+            raise Refused(
+                "A loss takes scores of shape (records, classes) and the number of each record's class, and was given "
+                f"{tuple(scores.shape)} and {targets.dtype} of shape {tuple(targets.shape)}."
+            )
+        return self.per_record(scores.float() if scores.dtype in _HALF else scores, targets)
+
+    def close(self) -> None:
+        """Removes every hook."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
+
+
+# The parts
+
+
+def sse(scores: Tensor, targets: Tensor) -> Tensor:
+    """½‖h − y‖² of the scores h and the one-hot target y (equation 5)."""
+    return _errors(scores, targets).square().sum(1) / 2
+
+
+def focal(scores: Tensor, targets: Tensor, gamma: float) -> Tensor:
+    """−(1 − p)^γ·log p for the probability p of the target (equation 6); with γ = 0 cross-entropy, bit for bit.
+
+    From log p, which stays finite as p nears 0, and 1 − p = −expm1(log p), which has as many digits as log p has. Where
+    p rounds to 1, 1 − p is held at the smallest normal number, as the slope of (1 − p)^γ is infinite at 0 if γ < 1.
+    """
+    if gamma == 0:
+        return F.cross_entropy(scores, targets, reduction="none")
+    log_p = F.log_softmax(scores, 1).gather(1, targets.long().unsqueeze(1)).squeeze(1)
+    missed = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)
+    return -missed.pow(gamma) * log_p
+
+
+def _errors(scores: Tensor, targets: Tensor) -> Tensor:
+    return scores - F.one_hot(targets.long(), scores.shape[1])
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        raise ConfigError(f"{name} must be zero or a positive number, and is {value!r}.")
+
+
+# The losses
+
+
+class CrossEntropy(Loss):
+    """−log p of the target's probability p."""
+
+    summary = "cross-entropy"
+
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(scores, targets, reduction="none")
+
+
+class SSE(Loss):
+    """½‖h − y‖²: half the summed squared error of the scores h against the one-hot target y."""
+
+    summary = "summed squared error of the scores"
+
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return sse(scores, targets)
+
+
+class SAE(Loss):
+    """Σ_d |h_d − y_d| (equation 10)."""
+
+    summary = "summed absolute error of the scores"
+
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return _errors(scores, targets).abs().sum(1)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Huber(Loss):
+    """Σ_d of ½e²/β where |e| < β, and |e| − ½β elsewhere, for the errors e = h_d − y_d (equation 11).
+
+    Near 0 it is SSE divided by β, far from it SAE.
+    """
+
+    summary = "squared error where it is small, absolute error elsewhere"
+
+    beta: float = option(1.0, "below which error β the Huber loss is quadratic")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.beta > 0 and math.isfinite(self.beta)):
+            raise ConfigError(f"beta must be a positive number, and is {self.beta!r}.")
+
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        errors = _errors(scores, targets)
+        return F.smooth_l1_loss(errors, torch.zeros_like(errors), beta=self.beta, reduction="none").sum(1)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Focal(Loss):
+    """−(1 − p)^γ·log p (Lin et al. 2017): records that are already right count less; see `focal`."""
+
+    summary = "cross-entropy that counts records less once they are right"
+
+    gamma: float = option(5.0, _WHAT_GAMMA_IS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _not_negative("gamma", self.gamma)
+
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return focal(scores, targets, self.gamma)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SSECrossEntropy(Loss):
+    """α·CE + (1 − α)·SSE with α = sigmoid(epoch − e_t): from one to the other around the epoch e_t."""
+
+    summary = "from sse to ce"
+
+    threshold_epoch: float = option(
+        0.0, "epoch e_t, counted from 0, at which sse and what follows it weigh the same", otherwise="0"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.threshold_epoch):
+            raise ConfigError(f"threshold_epoch must be a finite number, and is {self.threshold_epoch!r}.")
+
+    @property
+    def alpha(self) -> float:
+        """sigmoid(epoch − e_t), in a form that never overflows."""
+        return 0.5 * (1 + math.tanh((self.epoch - self.threshold_epoch) / 2))
+
+    def late(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(scores, targets, reduction="none")
+
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        alpha = self.alpha
+        return alpha * self.late(scores, targets) + (1 - alpha) * sse(scores, targets)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SSEFocal(SSECrossEntropy):
+    """α·Focal_γ + (1 − α)·SSE with α = sigmoid(epoch − e_t)."""
+
+    summary = "from sse to focal"
+
+    gamma: float = option(5.0, _WHAT_GAMMA_IS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _not_negative("gamma", self.gamma)
+
+    def late(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return focal(scores, targets, self.gamma)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LosingLess(SSEFocal):
+    """The losing-less loss (ICLR 2022 submission): L = α·Focal_γ + (1 − α)·SSE + λ·Reg, with α = sigmoid(epoch − e_t).
+
+    Reg = Σ_m ‖h_m‖² / d_m over the hidden pre-activations h_m, each of d_m numbers for one record. SSE learns fast at
+    first, the focal loss turns to the hard records later, and Reg keeps weights, and so gradients, from growing.
+
+    The text of the paper that was at hand is damaged in equations (7) and (8). How it is read here:
+
+    - (7): the norm is squared. It is left just like that of (5), which (5) itself defines as a sum of squares.
+    - (8): λ = 1/β, for the β of the paper's Table 6. Before Reg stands debris like that of the fractions in (5) and
+      (7), while every β elsewhere survived. And β is searched from 1 to 200: as a factor of Reg, a sum of mean squares
+      of order one, that would drown the rest of the loss; as a divisor it gives weights that are usual for a penalty.
+    - The epoch counts from 0, which the paper does not say: e_t = 0 then begins with α = ½.
+
+    `penalty` is λ itself, so that λ = β can be had too. Its default, 1, is what Table 6 has for both MNISTs (e_t = 0,
+    β = 1, γ = 5), where the two readings agree; CIFAR-10 there is e_t = 7, β = 11, γ = 5.
+
+    Call the model, then the loss, once each: the pre-activations are those of the forward pass just before.
+    """
+
+    summary = "from sse to focal, with a penalty on hidden pre-activations"
+
+    model: InitVar[nn.Module] = field(kw_only=False)
+    penalty: float = option(1.0, "λ, by which the mean squares of hidden pre-activations are multiplied")
+    penalty_layers: str | Sequence[str] | None = option(
+        None,
+        "whose outputs are penalised: patterns of layer names, separated by commas",
+        otherwise="every Linear and Conv but the last to run",
+    )
+
+    def __post_init__(self, model: nn.Module) -> None:
+        super().__post_init__()
+        _not_negative("penalty", self.penalty)
+        self.pre_activations = PreActivations(model, self.penalty_layers)
+
+    @classmethod
+    def of(cls, model: nn.Module, **options: Any) -> Self:
+        return cls(model, **options)
+
+    def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
+        squares = self.pre_activations.mean_squares(len(scores))
+        return super().per_record(scores, targets) + self.penalty * squares
+
+    def close(self) -> None:
+        self.pre_activations.close()
+
+
+class PreActivations:
+    """Watches layers of a model and knows Σ_m ‖h_m‖² / d_m of its last forward pass, for each record.
+
+    Without `layers`, every Linear and Conv is watched, and the one that runs last counts as the output, not as hidden.
+    With patterns of layer names (a list, or a text with commas), all layers that match one count, of whatever type.
+
+    The hooks come after those of a method, which replace a layer's output by one that shows it the gradient there. So
+    the method meets the penalty's gradient as it meets any other.
+    """
+
+    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None) -> None:
+        self._all_hidden = layers is not None
+        self._watched = _matching(model, layers)
+        self._seen: list[Tensor] | None = None
+        """Mean squares, a vector for each use of a layer; None unless a forward pass waits for its loss."""
+        self._trained: set[str] = set()
+        self._copies = any(getattr(module, "inplace", False) for module in model.modules())
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin(model), prepend=True)]
+        self._handles += [layer.register_forward_hook(self._look(name, layer)) for name, layer in self._watched.items()]
+
+    def mean_squares(self, records: int) -> Tensor:
+        """Σ_m ‖h_m‖² / d_m of the forward pass just before, which is forgotten then; 0 if no layer is hidden."""
+        seen, self._seen = self._seen, None
+        if not seen:
+            raise Refused(
+                "The pre-activations that the loss penalises were not seen. Call the model itself, then the loss, once "
+                "each, and close the loss only after that."
+            )
+        if wrong := [len(squares) for squares in seen if len(squares) != records]:
+            raise Refused(
+                f"A layer with a penalty worked on {wrong[0]} records while there are {records} scores: the first axis "
+                "must be the records in each of them. Name other layers in penalty_layers."
+            )
+        hidden = seen if self._all_hidden else seen[:-1]
+        return torch.stack(hidden).sum(0) if hidden else torch.zeros_like(seen[0])
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seen = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begin(self, model: nn.Module) -> Any:
+        def begin(called: nn.Module, _args: Any) -> None:
+            if called is model:  # a copy of the model has these hooks too
+                self._seen = []
+                self._trained = {name for name, layer in self._watched.items() if _trains(layer)}
+
+        return begin
+
+    def _look(self, name: str, layer: nn.Module) -> Any:
+        def look(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is not layer:
+                return
+            if not isinstance(output, Tensor) or output.dim() < 2:
+                got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+                raise Refused(f"Layer '{name}' gives {got}: a penalty is for tensors whose first axis is the records.")
+            # Done even if nobody asks: gradient checkpointing runs a layer again and must find the same operations.
+            h = output.float() if output.dtype in _HALF else output
+            h = h.clone() if self._copies and h is output else h  # an activation may overwrite it
+            squares = h.square().mean(tuple(range(1, h.dim())))
+            if self._seen is None:
+                return
+            if torch.is_grad_enabled() and name in self._trained and not _trains(layer):
+                raise Refused(
+                    f"Layer '{name}' lies in a module with parameters of its own, which is differentiated as a whole: "
+                    "a penalty inside of it would not reach its weights. Give those parameters a module of their own, "
+                    "or name other layers in penalty_layers."
+                )
+            self._seen.append(squares)
+
+        return look
+
+
+def _trains(layer: nn.Module) -> bool:
+    return any(p.requires_grad for p in layer.parameters())
+
+
+def _matching(model: nn.Module, layers: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    named = dict(model.named_modules())
+    if layers is None:
+        found: dict[str, nn.Module] = {name: layer for name, layer in named.items() if isinstance(layer, _AFFINE)}
+        if not found:
+            raise ConfigError("The model has no Linear or Conv layer to penalise: name layers in penalty_layers.")
+        return found
+    patterns = [p.strip() for p in layers.split(",")] if isinstance(layers, str) else list(layers)
+    names = [name for name in named if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"No layer of the model matches '{pattern}'. There are: {', '.join(names)}.")
+    return {name: named[name] for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+# By name
+
+LOSSES: dict[str, type[Loss]] = {
+    "ce": CrossEntropy,
+    "sse": SSE,
+    "focal": Focal,
+    "sse+ce": SSECrossEntropy,
+    "sse+focal": SSEFocal,
+    "losing-less": LosingLess,
+    "sae": SAE,
+    "huber": Huber,
+}
+"""All losses by the name that the command line knows them under."""
+
+
+def loss(name: str, model: nn.Module, /, **options: Any) -> Loss:
+    """A loss by its name, for training `model`: ``loss("losing-less", model, gamma=2)``."""
+    if name not in LOSSES:
+        raise ConfigError(f"There is no loss '{name}'. There are: {', '.join(LOSSES)}.")
+    known = [f.name for f in fields(LOSSES[name])]
+    if unknown := next((key for key in options if key not in known), None):
+        raise ConfigError(f"Loss '{name}' has no option '{unknown}'. It has: {', '.join(known) or 'none'}.")
+    return LOSSES[name].of(model, **options)
