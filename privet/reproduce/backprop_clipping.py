@@ -52,8 +52,8 @@ def _curve(data: str, network: str, epsilon: float) -> Row:
     return Row(key=key, settings=_settings(epsilon, data, network), theirs=claimed, note=note)
 
 
-def _without_noise(data: str, network: str, kind: str, note: str, **method: Any) -> Row:
-    settings = {**_settings(1.0, data, network, **method), "noise": 0.0, "epsilon": None}
+def _without_noise(data: str, network: str, kind: str, note: str, lr: float, **method: Any) -> Row:
+    settings = {**_settings(1.0, data, network, **method), "noise": 0.0, "epsilon": None, "lr": lr}
     return Row(key=f"{data}-{network}/{kind}", settings=settings, note=note)
 
 
@@ -70,8 +70,10 @@ def _norms(norm: str, note: str) -> Row:
 
 def _lines(data: str, network: str) -> list[Row]:
     return [
-        _without_noise(data, network, "no-noise", "clipped, not private"),
-        _without_noise(data, network, "ordinary", "neither clipped nor private", input_clip=1e6, gradient_clip=1e6),
+        _without_noise(data, network, "no-noise", "clipped, not private", 1.5),
+        _without_noise(
+            data, network, "ordinary", "neither clipped nor private", 0.1, input_clip=1e6, gradient_clip=1e6
+        ),
     ]
 
 
