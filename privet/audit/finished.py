@@ -16,7 +16,7 @@ from ..data import Data
 from ..errors import ConfigError
 from ..methods import Method
 from ..methods import method as make_method
-from ..nn import build
+from ..nn import build, normalised, standardise_of
 from ..sampling import SamplingRule
 from ..training import SAMPLING, TrainConfig, load_data
 
@@ -40,17 +40,24 @@ class FinishedRun:
         return cls(folder=folder, config=config, statement=statement, data=_data(folder, config))
 
     def network(self, seed: int) -> nn.Module:
-        """The run's network with other initial weights."""
+        """The run's network with other initial weights, behind the statistics that the run has released."""
+        model = self._built(seed)
+        if (layer := standardise_of(model)) is not None and (known := standardise_of(self.released())) is not None:
+            layer.load_state_dict(known.state_dict())
+        return model
+
+    def _built(self, seed: int) -> nn.Module:
         options = dict(self.config.model_options)
         model = build(
             self.config.model, input_shape=self.data.input_shape, classes=self.data.classes, seed=seed, **options
         )
+        model = normalised(model, self.config.normalise, self.data.input_shape)
         self.method().prepare(model)
         return model
 
     def released(self) -> nn.Module:
         """The model that the run released."""
-        model = self.network(self.config.seed)
+        model = self._built(self.config.seed)
         try:
             model.load_state_dict(safetensors.torch.load_file(self.folder / "model.safetensors"))
         except (RuntimeError, safetensors.SafetensorError) as error:

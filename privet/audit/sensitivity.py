@@ -7,6 +7,7 @@ record's own gradient, and by climbing on the measured difference itself, which 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ STRANGER = 10**6
 _CLIMBS = 16
 _CROWDS = 4
 _ASCENT_STEPS = 8
+_OPPOSITES = 3
+_COPIED = 4
+_SCALES = (0.3, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +103,7 @@ class _Search:
         if self.crowds:
             for record in (hardest, Record(STRANGER, self.base[-1].x, self.base[-1].y)):
                 worst = self._in_crowds(worst, record)
+            worst = self._among_opposites(worst)
         return worst
 
     def _alone(self, record: Record) -> tuple[float, str]:
@@ -220,6 +225,52 @@ class _Search:
             if found > worst.ratio:
                 worst = Worst(found, f"first in a crowd of hostile records{where}", record)
         return worst
+
+    def _among_opposites(self, worst: Worst) -> Worst:
+        """Beside a copy of itself with another target and a smaller gradient that points elsewhere: where records are
+        bounded together, it may turn what they add up to around. Whose copy shares its bound is not known, so all are
+        tried; and climbing from there."""
+        found = Worst()
+        for a, b in self._opposites()[:_OPPOSITES]:
+            crowds = [[Record(r.number, a.x, a.y)] for r in self.base] + [
+                [Record(r.number, a.x, a.y) for r in self.base]
+            ]
+            for crowd in crowds:
+                try:
+                    before = self.subject.step(crowd, noise=False)
+                except Exception:
+                    continue  # as above
+                ratio, where = self._difference(before, [b, *crowd], "add_remove")
+                if ratio > found.ratio:
+                    found, start, beside = Worst(ratio, f"beside its like with another target{where}", b), before, crowd
+        if found.record is None:
+            return worst
+
+        def tried(so_far: Worst, record: Record) -> Worst:
+            ratio, where = self._difference(start, [record, *beside], "add_remove")
+            how = f"climbing, beside its like with another target{where}"
+            return Worst(ratio, how, record) if ratio > so_far.ratio else so_far
+
+        return max(worst, self._climb(found, tried), key=lambda w: w.ratio)
+
+    def _opposites(self) -> list[tuple[Record, Record]]:
+        """Pairs of records with the same input, those first whose second turns the gradient of the first around."""
+        scored: list[tuple[float, int, tuple[Record, Record]]] = []
+        targets = _different([r.y for r in self.base])
+        for copied in self.base[:_COPIED]:
+            for scale in _SCALES:
+                pair = []
+                for y in targets:
+                    gradient = self.subject.gradient(Record(STRANGER, copied.x, y))
+                    if gradient is None:
+                        return []
+                    x = copied.x * scale
+                    pair.append((gradient(x.requires_grad_()).detach().double(), Record(STRANGER, x.detach(), y)))
+                for (g, a), (h, b) in itertools.permutations(pair, 2):
+                    turned = float(torch.nn.functional.cosine_similarity(g, g + h, dim=0))
+                    if math.isfinite(turned):
+                        scored.append((turned, len(scored), (a, b)))
+        return [pair for *_, pair in sorted(scored)]
 
     def _resized(self, record: Record) -> Record:
         if not record.x.is_floating_point():

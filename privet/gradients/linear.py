@@ -44,7 +44,8 @@ class _Outer(PerRecord):
         return weights.to(self.delta) @ self.delta
 
     def dense(self) -> Tensor:
-        return self.delta.unsqueeze(2) * self.z.unsqueeze(1)
+        rows = scratch().take((*self.delta.shape, self.z.shape[1]), self.delta)
+        return torch.mul(self.delta.unsqueeze(2), self.z.unsqueeze(1), out=rows)
 
     def drop(self, records: Tensor) -> None:
         self.z, self.delta, self._columns = _without(self.z, records), _without(self.delta, records), None
@@ -60,7 +61,7 @@ class _OuterBias(PerRecord):
         return self.weight.weighted_columns(weights)
 
     def dense(self) -> Tensor:
-        return self.weight.delta
+        return self.weight.delta.clone()
 
     def drop(self, records: Tensor) -> None:
         self.weight.drop(records)

@@ -57,7 +57,7 @@ class PerRecord(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """All g_i as one tensor (records, *parameter's shape)."""
+        """All g_i as one tensor (records, *parameter's shape), which the caller may change."""
 
     @abstractmethod
     def drop(self, records: Tensor) -> None:

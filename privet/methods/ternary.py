@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
 from ..gradients import Recorder
-from ..gradients.per_record import row_squares
+from ..gradients.per_record import Dense, PerRecord, row_squares, using
 from ..gradients.recorder import _added
 from ..gradients.taps import Use
 from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
@@ -39,7 +39,7 @@ from .batch import Batch, _BatchSession
 from .per_example import PerExample
 from .thresholds import Thresholds
 
-_BLOCK = 2**20
+_BLOCK = 2**22
 """So many entries of records' gradients are looked at at a time."""
 _TAUS = (1e-30, 1e30)
 """Where an adaptive τ stays, whatever the noise says."""
@@ -136,10 +136,9 @@ class _Levels:
                 self._sizes[self.home[name]] = self._sizes.get(self.home[name], 0) + p.numel()
         self._sparse = {pattern: torch.zeros((), dtype=torch.float64) for pattern in self._sizes}
 
-    def ternary(self, name: str, gradient: Tensor) -> Tensor:
-        """−1, 0 and 1, a byte each."""
-        tau = self.taus[self.home[name]]
-        return (gradient > tau).view(torch.int8) - (gradient < -tau).view(torch.int8)
+    def shrink(self, name: str, gradient: Tensor, out: Tensor) -> None:
+        """Entries up to τ become 0; the signs of the others are what counts."""
+        torch.ops.aten.hardshrink.out(gradient, self.taus[self.home[name]], out=out)
 
     def count(self, nonzero: Mapping[str, Tensor], lost: Tensor) -> None:
         """Takes the number of nonzero entries of each vector, by parameter, and which vectors are left out."""
@@ -198,8 +197,8 @@ class _BlockRecorder(Recorder):
         self._uses = []
         self.run_backward(losses, torch.ones_like(losses))
 
-    def blocks(self, records: int) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """Records by number and their gradients (records, *shape), which may be used until the next ones."""
+    def blocks(self, records: int) -> Iterator[tuple[slice, dict[str, Dense]]]:
+        """Records by number and their gradients, which may be used until the next ones."""
         uses, self._uses = self._uses, []
         each = sum(p.numel() for p in self.parameters.values() if p.requires_grad)
         rows = max(1, _BLOCK // max(each, 1))
@@ -210,17 +209,33 @@ class _BlockRecorder(Recorder):
             for use, inputs, deltas in uses:
                 super().take(use, [x[block] for x in inputs], [d if d is None else d[block] for d in deltas])
             found, self._found = self._found, {}
-            yield block, {name: _added(parts).dense() for name, parts in found.items()}
+            with using(self._scratch):
+                gradients = {name: _in_full(_added(parts)) for name, parts in found.items()}
+            yield block, gradients
+
+    def room(self, rows: int, width: int, like: Tensor) -> Tensor:
+        return self._scratch.take((rows, width), like)
+
+
+def _not_finite(gradient: Dense) -> Tensor:
+    """Records with an entry that is not finite. Their norms tell, but for those whose squares are too large."""
+    lost = ~torch.isfinite(gradient.squared_norms)
+    return ~torch.isfinite(gradient.rows).all(2).all(0) if bool(lost.any()) else lost
+
+
+def _in_full(gradients: PerRecord) -> Dense:
+    return gradients if isinstance(gradients, Dense) else Dense.of(gradients.dense(), gradients.squared_norms)
 
 
 class _RecordSession(Session):
     """Micro-batches of one record.
 
     The factor of a record is known only after all its layers were counted, and its entries are needed again for the
-    sum. Between the two they are kept as bytes, for one block of records; nothing of a block outlives it but its sum.
+    sum. Between the two they are kept for one block of records; nothing of a block outlives it but its sum.
     """
 
     def __init__(self, method: Ternary, model: nn.Module, setting: Setting) -> None:
+        self.method = method
         self.levels = _Levels(method, model, setting)
         self.clipping = PerExample(clip=method.clip)
         self.thresholds = Thresholds(self.clipping, model, setting)
@@ -239,26 +254,46 @@ class _RecordSession(Session):
     def add(self, losses: Tensor) -> None:
         self.recorder.listen(losses)
         finite = torch.isfinite(losses.detach())
+        total: Tensor | None = None
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             for block, gradients in self.recorder.blocks(len(losses)):
-                self._add_block(~finite[block], gradients)
+                if gradients:
+                    found = self._sum(~finite[block], gradients)
+                    total = found if total is None else total.add_(found)
+            if total is not None:
+                self._hand_in(total, gradients)
 
-    def _add_block(self, lost: Tensor, gradients: dict[str, Tensor]) -> None:
-        vectors: dict[str, Tensor] = {}
+    def _sum(self, lost: Tensor, gradients: Mapping[str, Dense]) -> Tensor:
+        """The clipped ternary vectors of a block of records, added up; entries in the order of the gradients' rows."""
+        widths = [rows.shape[1] for gradient in gradients.values() for rows in gradient.rows]
+        first = next(iter(gradients.values())).rows
+        vectors = self.recorder.room(len(lost), sum(widths), first)
+        columns = iter(torch.split(vectors, widths, dim=1))
         nonzero: dict[str, Tensor] = {}
-        for name in list(gradients):
-            gradient = gradients.pop(name).flatten(1)
-            lost = lost | ~torch.isfinite(gradient.sum(1))  # as soon as one entry is not
-            vectors[name] = self.levels.ternary(name, gradient)
-            nonzero[name] = row_squares(vectors[name].to(gradient.dtype)).round()  # several times as fast as counting
-        if not vectors:
-            return
-        self.levels.count(nonzero, lost)
-        squared_norms = torch.stack(list(nonzero.values())).sum(0)
+        for name, gradient in gradients.items():
+            lost = lost | _not_finite(gradient)
+            for rows in gradient.rows:
+                self.levels.shrink(name, rows, out=next(columns))
+        vectors.sign_()
+        if self.method.adaptive:
+            columns = iter(torch.split(vectors, widths, dim=1))
+            for name, gradient in gradients.items():
+                nonzero[name] = torch.stack([row_squares(next(columns)).round() for _ in gradient.rows]).sum(0)
+            self.levels.count(nonzero, lost)
+        squared_norms = row_squares(vectors).round()  # how many are not 0; several times as fast as counting
         weights = self.clipping.weights(squared_norms, self.thresholds.clips[self.group.name]).masked_fill(lost, 0)
-        for name, vector in vectors.items():
-            view = self.group.views[name]
-            view.add_((weights.to(view.dtype) @ vector.to(view.dtype)).view(view.shape))
+        if bool(lost.any()):
+            vectors[lost] = 0
+        return weights.to(vectors) @ vectors
+
+    def _hand_in(self, total: Tensor, gradients: Mapping[str, Dense]) -> None:
+        """Adds such a sum to the step's, each part where its parameter is."""
+        start = 0
+        for name, gradient in gradients.items():
+            parts, _, size = gradient.rows.shape
+            rows = total[start : start + parts * size].view(parts, size)
+            self.group.views[name].add_(gradient.shaped(rows))
+            start += parts * size
 
     def finish(self) -> list[Query]:
         bound = Sensitivity.of_contribution(self.thresholds.clips[self.group.name])
@@ -302,7 +337,10 @@ class _GroupSession(_BatchSession):
     def _clip_and_add(self, vector: Mapping[str, Tensor]) -> None:
         if not vector or not all(bool(torch.isfinite(part).all()) for part in vector.values()):
             return
-        ternary = {name: self.levels.ternary(name, part).to(part.dtype) for name, part in vector.items()}
+        ternary = {name: torch.empty_like(part) for name, part in vector.items()}
+        for name, part in vector.items():
+            self.levels.shrink(name, part, out=ternary[name])
+            ternary[name].sign_()
         nonzero = {name: row_squares(part.reshape(1, -1)).round() for name, part in ternary.items()}
         self.levels.count(nonzero, torch.zeros(1, dtype=torch.bool, device=self.groups[0].total.device))
         super()._clip_and_add(ternary)

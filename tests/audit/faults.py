@@ -21,9 +21,11 @@ import privet.step
 from privet.accounting import Guarantee
 from privet.audit import Report, audit
 from privet.gradients.bounded import _Affine
+from privet.methods import Method
 from privet.methods.backprop import Backprop, _BackpropSession
 from privet.methods.batch import Batch, _BatchSession
 from privet.methods.per_example import PerExample, _PerExampleSession
+from privet.methods.ternary import Ternary, _Levels, _RecordSession
 from privet.nn.input_clip import InputClip, Window
 from privet.noise import Source
 from privet.sampling import Poisson
@@ -61,7 +63,7 @@ GROUPS = {"weight": ["0.weight"], "bias": ["0.bias"], "last weight": ["2.weight"
 CLIPS = {"1": 0.01, "*": 0.3}
 """So low that gradients at the convolution are clipped: where none is, faults in their norms do no harm."""
 
-SETTINGS: dict[str, Callable[[], tuple[PerExample | Batch | Backprop, nn.Module]]] = {
+SETTINGS: dict[str, Callable[[], tuple[Method, nn.Module]]] = {
     "per-example": lambda: (PerExample(clip=1.0), network()),
     "per-example in four groups": lambda: (PerExample(groups=GROUPS, allocation="proportional"), network()),
     "batch": lambda: (Batch(clip=0.02), network()),
@@ -69,6 +71,8 @@ SETTINGS: dict[str, Callable[[], tuple[PerExample | Batch | Backprop, nn.Module]
     "batch with BatchNorm": lambda: (Batch(clip=0.02), with_batch_norm()),
     "backprop": lambda: (Backprop(input_clip=0.8, gradient_clip=CLIPS), convolution()),
     "backprop, averaged": lambda: (Backprop(input_clip=0.8, gradient_clip=CLIPS), averaged_convolution()),
+    "ternary": lambda: (Ternary(clip=1.0, tau=0.01), network()),
+    "ternary in three micro-batches": lambda: (Ternary(clip=1.0, tau=0.01, record_groups=3), network()),
 }
 
 
@@ -223,6 +227,33 @@ def bias_not_counted(patch: Patch) -> None:
     patch.setattr(_Affine, "bounds", lambda self, layer, c1, c2: {("weight", "bias"): c1 * c2})
 
 
+# Ternary gradients
+
+
+def clip_before_discretising(patch: Patch) -> None:
+    """The gradient is clipped, and its entries become −1, 0 and 1 afterwards."""
+    no_clip(patch)
+    shrink = _Levels.shrink
+
+    def clipped(self: _Levels, name: str, gradient: Tensor, out: Tensor) -> None:
+        shrink(self, name, gradient / gradient.norm(dim=-1, keepdim=True).clamp(min=1), out)
+
+    patch.setattr(_Levels, "shrink", clipped)
+
+
+def counted_before_discretising(patch: Patch) -> None:
+    """The factor is that of the gradient's norm, and is put on the ternary vector."""
+    sum_of, weights = _RecordSession._sum, PerExample.weights
+
+    def changed(self: _RecordSession, lost: Tensor, gradients) -> Tensor:  # type: ignore[no-untyped-def]
+        squares = torch.stack([gradient.squared_norms for gradient in gradients.values()]).sum(0)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(PerExample, "weights", lambda method, _, clip: weights(method, squares, clip))
+            return sum_of(self, lost, gradients)
+
+    patch.setattr(_RecordSession, "_sum", changed)
+
+
 # What is not noised
 
 
@@ -332,6 +363,10 @@ FAULTS = [
     Fault("norm of the batch in place of the record's", "backprop", "sensitivity", norm_of_the_batch),
     Fault("padding left out of the patches' norms", "backprop", "sensitivity", padding_ignored),
     Fault("bias not counted", "backprop", "sensitivity", bias_not_counted),
+    Fault("factor 2 missing for ternary", "ternary in three micro-batches", "sensitivity", half_the_sensitivity),
+    Fault("ternary in chunks", "ternary in three micro-batches", "sensitivity", consecutive_chunks),
+    Fault("clip before discretising", "ternary", "sensitivity", clip_before_discretising),
+    Fault("norm of the gradient, not of its signs", "ternary", "sensitivity", counted_before_discretising),
 ]
 
 
