@@ -25,6 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..accounting import Mechanism, count_for
 from ..data import load
 from ..errors import CheckpointError, ConfigError
 from ..training import Progress, Result, TrainConfig, to_json, train
@@ -67,6 +68,8 @@ class Study:
     title: str
     about: str
     rows: Sequence[Row]
+    epsilons: Sequence[float] = ()
+    """Accuracies are also told as they were when a training had cost so much, at the end of an epoch."""
 
     def __post_init__(self) -> None:
         keys = [row.key for row in self.rows]
@@ -160,6 +163,8 @@ def run_study(
                 break
             told = result.to_json()
             line.update({name: told[name] for name in _KEPT})
+            if study.epsilons:
+                line["on_the_way"] = on_the_way(result, study.epsilons)
         line.update({"version": version("privet"), "settings": row.plain()})
         with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
@@ -204,6 +209,18 @@ def _train(
     folder.mkdir(parents=True, exist_ok=True)
     mark.write_text(to_json(row.settings), encoding="utf-8")
     return train(config, on_progress=tell, stop=stop)
+
+
+def on_the_way(result: Result, epsilons: Sequence[float]) -> dict[str, float | None]:
+    """The accuracy at the end of the last epoch that was within each epsilon; None where there was none."""
+    mechanism = Mechanism.from_json(result.statement["mechanism"])
+    lines = (result.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    measured = [(line["step"], line["accuracy"]) for line in map(json.loads, lines)]
+    found: dict[str, float | None] = {}
+    for limit in epsilons:
+        steps = count_for(mechanism, limit, result.statement["delta"])
+        found[f"{limit:g}"] = next((accuracy for step, accuracy in reversed(measured) if step <= steps), None)
+    return found
 
 
 class _TimeLeft:
@@ -274,6 +291,10 @@ def summary(study: Study, results: Sequence[Mapping[str, Any]]) -> list[dict[str
                 "delta": max((float(line["delta"]) for line in mine), default=None),
                 "seconds": statistics.mean(line["seconds"] for line in mine) if mine else None,
                 "failed": failed,
+                "on_the_way": {
+                    f"{epsilon:g}": [line["on_the_way"][f"{epsilon:g}"] for line in mine if "on_the_way" in line]
+                    for epsilon in study.epsilons
+                },
             }
         )
     return rows
@@ -286,14 +307,15 @@ def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
     for section, found in groupby(study.rows, key=lambda row: row.key.partition("/")[0]):
         rows = list(found)
         shared = _shared(rows)
-        lines = [
-            "| row | settings that differ | true epsilon | ours | theirs | note |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
+        within = [f"within {epsilon:g}" for epsilon in study.epsilons]
+        head = ["row", "settings that differ", *within, "true epsilon", "ours", "theirs", "note"]
+        lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
         for row in rows:
             own = {name: value for name, value in _flat(row.settings).items() if name not in shared}
             theirs = "–" if row.theirs is None else f"{row.theirs:.2%}"
-            cells = [row.key, _said(own), _epsilon(known[row.key]["epsilon"]), _ours(known[row.key]), theirs, row.note]
+            mine = known[row.key]
+            earlier = [_mean(found) for found in mine["on_the_way"].values()]
+            cells = [row.key, _said(own), *earlier, _epsilon(mine["epsilon"]), _ours(mine), theirs, row.note]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if len(rows) > 1:
             blocks += [f"## {section}", f"All rows: {_said(shared)}."]
@@ -311,6 +333,14 @@ def _ours(known: Mapping[str, Any]) -> str:
         number, why = len(known["failed"]), next(iter(known["failed"].values()))
         parts.append(f"{number} failed: {why}" if parts else f"failed: {why}")
     return "; ".join(parts) or "not run"
+
+
+def _mean(accuracies: Sequence[float | None]) -> str:
+    """Of those that are known, with their deviation."""
+    known = [100 * accuracy for accuracy in accuracies if accuracy is not None]
+    if not known:
+        return "–"
+    return f"{statistics.mean(known):.2f}" + (f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else "")
 
 
 def _epsilon(value: float | None) -> str:
