@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import privet.reproduce.study as under_test
+from privet.accounting import Mechanism, epsilon
 from privet.cli import main
 from privet.errors import ConfigError
 from privet.methods import method
@@ -162,6 +163,27 @@ def test_the_table_has_means_over_seeds() -> None:
     assert table(TINY, []).count("not run") == 2
 
 
+@pytest.mark.parametrize("sampling", ["partition", "poisson"])
+def test_accuracies_on_the_way_are_those_of_the_last_epoch_within_epsilon(sampling: str) -> None:
+    """Three epochs; by the ledger's mechanism it is told anew what each of them had cost."""
+    row = Row(key="small/way", settings={**SETTINGS, "sampling": sampling, "epochs": 3.0, "noise": 3.0})
+    study = replace(TINY, rows=[row], epsilons=())
+    run_study(study, "out", seeds=[0], threads=1)
+    folder = Path("out/runs/small/way/seed-0")
+    statement = json.loads((folder / "privacy.json").read_text())
+    measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    mechanism = Mechanism.from_json(statement["mechanism"])
+    units = [n + 1 if sampling == "partition" else line["step"] for n, line in enumerate(measured)]
+    costs = [epsilon([(mechanism, count)], 1e-5).epsilon for count in units]
+    limits = [0.9 * costs[0], 1.01 * costs[0], 0.99 * costs[2], 1.01 * costs[2]]
+    (found,) = run_study(replace(study, epsilons=limits), "again", seeds=[0], threads=1)
+    again = [json.loads(line) for line in Path("again/runs/small/way/seed-0/metrics.jsonl").read_text().splitlines()]
+    accuracies = [line["accuracy"] for line in again]
+    expected = [None, accuracies[0], accuracies[1], accuracies[2]]
+    assert list(found["on_the_way"].values()) == expected
+    assert f"| {100 * accuracies[1]:.2f} |" in table(replace(study, epsilons=limits), [found])
+
+
 def test_time_left_follows_the_rows_own_runs() -> None:
     told: list[StudyProgress] = []
     before = [line(key, 0, accuracy=0.1, epsilon=1.0, seconds=s) for key, s in [("small/flat", 100.0)]]
@@ -228,7 +250,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_the_command_cannot_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = command(capsys, "unheard-of")
-    assert (code, out) == (2, "") and "batch-clipping, tiny" in err
+    assert (code, out) == (2, "") and "batch-clipping, " in err and ", tiny" in err
     assert command(capsys, "tiny", "--seeds", "0")[0] == 2
     code, _, err = command(capsys, "batch-clipping", "--rows", "eps3/*", "--data-dir", "nowhere", "--out", "new")
     assert code == 2 and "'mnist' were not found" in err and not Path("new").exists()

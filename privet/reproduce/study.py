@@ -214,12 +214,12 @@ def _train(
 def on_the_way(result: Result, epsilons: Sequence[float]) -> dict[str, float | None]:
     """The accuracy at the end of the last epoch that was within each epsilon; None where there was none."""
     mechanism = Mechanism.from_json(result.statement["mechanism"])
-    lines = (result.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    measured = [(line["step"], line["accuracy"]) for line in map(json.loads, lines)]
+    paid_by = "epoch" if result.statement["sampling"]["rule"] == "Partition" else "step"
+    lines = [json.loads(line) for line in (result.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found: dict[str, float | None] = {}
     for limit in epsilons:
-        steps = count_for(mechanism, limit, result.statement["delta"])
-        found[f"{limit:g}"] = next((accuracy for step, accuracy in reversed(measured) if step <= steps), None)
+        most = count_for(mechanism, limit, result.statement["delta"])
+        found[f"{limit:g}"] = next((line["accuracy"] for line in reversed(lines) if line[paid_by] <= most), None)
     return found
 
 
