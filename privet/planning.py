@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from .accounting import Guarantee, Mechanism, Relation, count_for, epsilon, noise_for
+from .accounting import Guarantee, Mechanism, Relation, Spent, count_for, epsilon, noise_for
 from .errors import ConfigError
 from .sampling import SamplingRule
 
@@ -69,11 +69,13 @@ class Plan:
     limit: int | None
     """Compositions that the budget allows; None when no epsilon was set."""
     delta: float
+    before: Spent = ()
+    """What the run pays for beside its steps."""
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """What all steps cost. Found when it is first asked for: the accountant is slow to load."""
-        return epsilon([(self.mechanism, self.units)], self.delta)
+        """What all of it costs. Found when it is first asked for: the accountant is slow to load."""
+        return epsilon([*self.before, (self.mechanism, self.units)], self.delta)
 
     @property
     def epsilon(self) -> float:
@@ -96,9 +98,17 @@ def plan(
     records: int,
     relation: Relation = "add_remove",
     discrete: bool = False,
+    before: Spent = (),
 ) -> Plan:
-    """Formal guarantee: running `steps` steps of the plan costs at most `epsilon`, which is at most the budget's."""
+    """Formal guarantee: `before` and `steps` steps together cost at most `epsilon`, which is at most the budget's."""
     sampling.check(records, relation)
+    if before and budget.epsilon is not None:
+        paid = epsilon(before, budget.delta).epsilon
+        if paid >= budget.epsilon:
+            raise ConfigError(
+                f"What is asked of all records before training costs epsilon {paid:.4g} at delta {budget.delta:g}, and "
+                f"the whole run may cost {budget.epsilon:g}. Give it more noise, or raise epsilon."
+            )
     steps = budget.length(sampling, records)
 
     def mechanism(noise: float) -> Mechanism:
@@ -109,7 +119,7 @@ def plan(
         assert steps is not None and budget.epsilon is not None
         limit = sampling.units(steps, records)
         hopeless = budget.epsilon < _SMALLEST_EPSILON
-        noise = math.inf if hopeless else noise_for(mechanism(1.0), limit, budget.epsilon, budget.delta)
+        noise = math.inf if hopeless else noise_for(mechanism(1.0), limit, budget.epsilon, budget.delta, before=before)
         if not noise <= _LARGEST_NOISE:
             raise ConfigError(
                 f"No usable noise meets epsilon {budget.epsilon:g} at delta {budget.delta:g} over {steps} steps: its "
@@ -119,7 +129,7 @@ def plan(
     else:
         chosen = mechanism(budget.noise)
         if budget.epsilon is not None:
-            limit = count_for(chosen, budget.epsilon, budget.delta)
+            limit = count_for(chosen, budget.epsilon, budget.delta, before=before)
             if limit == 0:
                 raise ConfigError(
                     f"With noise {budget.noise:g} not a single step fits into epsilon {budget.epsilon:g} at delta "
@@ -137,4 +147,5 @@ def plan(
                 )
             steps = most if steps is None else min(steps, most)
     assert steps is not None
-    return Plan(mechanism=chosen, steps=steps, units=sampling.units(steps, records), limit=limit, delta=budget.delta)
+    units = sampling.units(steps, records)
+    return Plan(mechanism=chosen, steps=steps, units=units, limit=limit, delta=budget.delta, before=tuple(before))

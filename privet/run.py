@@ -6,15 +6,17 @@ import logging
 import math
 import uuid
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import psutil
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,13 +24,13 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from torch.utils.hooks import RemovableHandle
 
 from . import checkpoint
-from .accounting import Guarantee, Relation, Spent, count_for, epsilon
+from .accounting import Guarantee, Mechanism, Relation, Spent, count_for, epsilon
 from .errors import BudgetExceeded, ConfigError, Refused
 from .ledger import Entry, Ledger
 from .memory import keep_freed_memory
-from .methods import Method, Setting
+from .methods import Method, Query, Sensitivity, Setting
 from .noise import Level, Source
-from .planning import Budget, plan, steps_within
+from .planning import Budget, Plan, plan, steps_within
 from .probe import Probe
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
 from .step import PostProcess, Rules, Step, noise_stds
@@ -75,12 +77,14 @@ class Run:
         post: post-processors of the noisy sum, in order.
         users: whose record each one is, one id for each: then whole users are sampled and protected, `records` and
             the batch count users, and the method must take users for groups (`Batch(record_groups="user")`).
+        queries: noise multipliers of sums over all records (`query`) that belong to this run: its budget pays for
+            them and for the steps.
         public: records that need no protection, in the form of the data set's. Methods that learn from such
             (thresholds, statistics of BatchNorm) go through them at the start of each epoch, through the same loop.
         keep_memory: whether freed memory stays with this process (`privet.memory`), which makes every step faster.
         check: whether the user's losses are tried on made-up records before the first step (`privet.probe`).
 
-    Formal guarantee: all that this run releases through `p.grad`, in all its steps together, is
+    Formal guarantee: all that this run releases through `p.grad` and `query`, in all its steps together, is
     (`epsilon`, δ)-differentially private for the stated relation, if the user trains on nothing else of the data,
     looks at nothing else of it, and the source of randomness is unpredictable.
     """
@@ -103,6 +107,7 @@ class Run:
         loader_options: Mapping[str, Any] | None = None,
         post: Sequence[PostProcess] = (),
         users: Sequence[Hashable] | None = None,
+        queries: Sequence[float] = (),
         public: Dataset[Any] | None = None,
         check: bool = True,
         keep_memory: bool = True,
@@ -126,7 +131,9 @@ class Run:
         self.model, self.dataset, self.method, self.sampling = model, dataset, method, sampling
         self.relation, self.unit, self.budget = relation, unit, budget
         self.source = Source(noise_level, seed=seed)
-        self.plan = plan(budget, sampling, records=self.records, relation=relation, discrete=noise_level == "exact")
+        self._queries = {noise: self._query_mechanism(noise) for noise in queries}
+        self._asked: Counter[float] = Counter()
+        self.plan = self._plan([self._queries[noise] for noise in queries])
         self.id = run_id or uuid.uuid4().hex
         self.steps_done = 0
         self._pending: Step | None = None
@@ -156,8 +163,8 @@ class Run:
             undo.callback(self._close_ledger)
             self.session = method.open(model, setting)
             undo.callback(self.session.close)
-            self._entry = self._open_entry()
-            self.units_spent = self._recorded_units()
+            self._entries = self._open_entries()
+            self._read_ledger()
             undo.pop_all()
         self._checking = check and method.records_must_be_independent
         self._probe: Probe | None = None
@@ -205,6 +212,7 @@ class Run:
             "number of records": self.records,
             "mechanism": self.plan.mechanism.to_json(),
             "unit": self.unit,
+            **({"queries": [(m.to_json(), n) for m, n in self.plan.before]} if self.plan.before else {}),
         }
 
     def _continue(self, run: str, steps_done: int, epoch_key: bytes | None, spent: Spent) -> None:
@@ -218,24 +226,35 @@ class Run:
             if (missing := count - known.get(mechanism, 0)) > 0:
                 entry = self._ledger.open_run(run, mechanism, unit=self.unit, note=self.method.name)
                 self._ledger.charge(entry, step=steps_done, units=missing)
-        self._entry = self._open_entry()
-        self.units_spent = self._recorded_units()
+        self._entries = self._open_entries()
+        self._read_ledger()
         self._repeats = self._ledger.last_step(run) > steps_done
         self._resumed = True
 
-    def _recorded_units(self) -> int:
-        return sum(count for _, count in self._ledger.spent(run=self.id))
+    def _read_ledger(self) -> None:
+        """What this run has paid, and how many compositions of its steps fit beside its queries.
 
-    def _open_entry(self) -> Entry:
+        A query that is asked again after a crash is paid again, so that fewer steps fit than were planned.
+        """
+        spent = dict(self._ledger.spent(run=self.id))
+        self.units_spent = spent.pop(self.plan.mechanism, 0)
+        self.queries_paid = sum(spent.values())
+        self._limit, planned = self.plan.limit, dict(self.plan.before)
+        if self._limit is not None and any(count > planned.get(m, 0) for m, count in spent.items()):
+            assert self.budget.epsilon is not None
+            beside = [(m, max(spent.get(m, 0), planned.get(m, 0))) for m in planned | spent]
+            fit = count_for(self.plan.mechanism, self.budget.epsilon, self.budget.delta, before=beside)
+            self._limit = min(self._limit, fit)
+
+    def _open_entries(self) -> dict[Mechanism, Entry]:
+        """Registers the run's mechanisms, that of its steps last, as the one that the ledger names the run by."""
         limit = None if self.budget.epsilon is None else (self.budget.epsilon, self.budget.delta)
-        return self._ledger.open_run(
-            self.id,
-            self.plan.mechanism,
-            unit=self.unit,
-            budget=limit,
-            planned=self.plan.units,
-            note=self.method.name,
-        )
+        return {
+            mechanism: self._ledger.open_run(
+                self.id, mechanism, unit=self.unit, budget=limit, planned=self.plan.units, note=self.method.name
+            )
+            for mechanism in (*self._queries.values(), self.plan.mechanism)
+        }
 
     def close(self) -> None:
         """Removes the hooks and closes the ledger; the model is as it was."""
@@ -257,6 +276,93 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # What is asked of all records at once
+
+    def query(
+        self, vectors: Callable[[Any], Sequence[Tensor]], *, bounds: Sequence[float], noise: float
+    ) -> list[tuple[Tensor, float]]:
+        """Noisy sums over all records, for statistics that the model needs before it is trained.
+
+        Args:
+            vectors: for a batch, one or more tensors (records, size), each row computed from its record alone.
+            bounds: longer rows are clipped to this norm, one for each tensor; a record with a value that is not finite
+                adds nothing. They must not come from the records.
+            noise: one of the run's `queries`: the noise multiplier of all sums together.
+
+        Returns each sum in float64 with the standard deviation of its noise. Divide by `records`, the public number.
+        Where users are protected, a user adds the mean over their records. Whoever asks again after loading a
+        checkpoint pays again.
+
+        Formal guarantee: ONE Gaussian mechanism without sampling (rule 2), paid for before its noise is drawn.
+        """
+        if not all(0 < bound < math.inf for bound in bounds):
+            raise ConfigError(f"bounds must be positive numbers, and are {list(bounds)!r}.")
+        if self._asked[noise] >= sum(count for m, count in self.plan.before if m == self._queries.get(noise)):
+            raise Refused(
+                f"No further query with noise {noise!r} was planned, and the budget is shared out: name each one's "
+                "noise when the run is made, Run(…, queries=[…])."
+            )
+        totals = self._bounded_sums(vectors, bounds)
+        sums = [
+            Query(f"query {i}", total, Sensitivity.of_contribution(bound))
+            for i, (total, bound) in enumerate(zip(totals, bounds, strict=True))
+        ]
+        rules = replace(self._rules, noise_multiplier=noise, basis=self.relation, allocation="proportional")
+        stds = noise_stds(sums, rules, self.source)
+        mechanism, limit = self._queries[noise], self.budget.epsilon
+        spent = [*self._ledger.spent(run=self.id), (mechanism, 1)]
+        if limit is not None and epsilon(spent, self.budget.delta).epsilon > limit:
+            raise BudgetExceeded("Asking all records again would exceed the budget of the run, so it was not done.")
+        self._ledger.charge(self._entries[mechanism], step=self.steps_done)  # durably, before anything is drawn
+        self._asked[noise] += 1
+        self._read_ledger()
+        return [(self.source.add_noise(total, std), std) for total, std in zip(totals, stds, strict=True)]
+
+    @torch.no_grad()
+    def _bounded_sums(self, vectors: Callable[[Any], Sequence[Tensor]], bounds: Sequence[float]) -> list[Tensor]:
+        """Formal guarantee: one record (or user) adds at most its bound to each sum, in L2 norm and up to rounding."""
+        chunk = self._physical or _UNMEASURED
+        shares = torch.ones(_length(self.dataset), dtype=torch.float64)
+        for positions in self._users or ():
+            shares[torch.from_numpy(positions)] = 1 / len(positions)
+        totals: list[Tensor] = []
+        loader = DataLoader(self.dataset, batch_size=chunk, **self._options)
+        for batch, share in zip(loader, torch.split(shares, chunk), strict=True):
+            rows = [part.cpu().double() for part in vectors(batch)]
+            if len(rows) != len(bounds) or any(part.dim() != 2 or len(part) != len(share) for part in rows):
+                raise Refused(
+                    f"A query with {len(bounds)} bounds over {len(share)} records needs as many tensors (records, "
+                    f"size), and got {[tuple(part.shape) for part in rows]}."
+                )
+            finite = torch.stack([part.isfinite().all(1) for part in rows]).all(0).unsqueeze(1)
+            parts = [
+                share @ torch.where(finite, _clipped(p, bound), 0.0) for p, bound in zip(rows, bounds, strict=True)
+            ]
+            totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts
+        return totals
+
+    def _plan(self, queries: Sequence[Mechanism]) -> Plan:
+        made = plan(
+            self.budget,
+            self.sampling,
+            records=self.records,
+            relation=self.relation,
+            discrete=self.source.level == "exact",
+            before=tuple(Counter(queries).items()),
+        )
+        if made.mechanism in queries:
+            raise ConfigError(
+                "A query over all records and the steps have the same noise multiplier without sampling, so the ledger "
+                f"could not tell them apart: change one of them a little from {made.mechanism.noise_multiplier:g}."
+            )
+        return made
+
+    def _query_mechanism(self, noise: float) -> Mechanism:
+        if not (isinstance(noise, int | float) and 0 < noise < math.inf):
+            raise ConfigError(f"queries must name positive noise multipliers, and one is {noise!r}.")
+        exact = self.source.level == "exact"
+        return Mechanism(kind="gaussian", noise_multiplier=noise, relation=self.relation, discrete=exact)
 
     # One step after the other
 
@@ -391,7 +497,7 @@ class Run:
         self._probe = None
 
     def _affordable(self) -> bool:
-        return self.plan.limit is None or self.units_spent + self._units_due() <= self.plan.limit
+        return self._limit is None or self.units_spent + self._units_due() <= self._limit
 
     def _units_due(self) -> int:
         """Compositions that the next step costs: what the rule says, or one more where a step is done again."""
@@ -410,7 +516,8 @@ class Run:
         if not self._affordable():
             raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
         step, due = self.steps_done + 1, self._units_due()
-        self.units_spent += self._ledger.charge(self._entry, step=step, units=due, resumed=self._resumed)
+        entry = self._entries[self.plan.mechanism]
+        self.units_spent += self._ledger.charge(entry, step=step, units=due, resumed=self._resumed)
         self._resumed = False
         self.steps_done += 1
         self._repeats = False
@@ -439,6 +546,8 @@ class Run:
             "steps": self.steps_done,
             "compositions": self.units_spent,
             "mechanism": self.plan.mechanism.to_json(),
+            "spent": [{"mechanism": m.to_json(), "count": count} for m, count in self._ledger.spent(run=self.id)],
+            "queries": [{"noise_multiplier": m.noise_multiplier, "planned": n} for m, n in self.plan.before],
             "planned": {"steps": self.plan.steps, "epsilon": self.plan.epsilon},
             "ledger": None if self._ledger.in_memory else self._ledger.path.name,
             "independence_checked": self._checking if self.method.records_must_be_independent else "not needed",
@@ -518,6 +627,12 @@ class _OptimizerGuard:
 
     def close(self) -> None:
         _OptimizerGuard._active = tuple(guard for guard in self._active if guard is not self)
+
+
+def _clipped(rows: Tensor, bound: float) -> Tensor:
+    """Each row shortened to norm `bound` where it is longer; zero where it is too long for a finite norm."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return torch.where(norms.isfinite(), rows * (bound / norms).clamp(max=1.0), 0.0)
 
 
 def _length(dataset: Dataset[Any]) -> int:

@@ -31,6 +31,7 @@ _FOLLOWS = {
     "method": ("method_options",),
     "loss": ("loss_options",),
     "model": ("model_options",),
+    "features": ("model", "model_options", "normalise"),
     "optimizer": ("lr", "momentum"),
     "steps": ("epochs",),
     "epochs": ("steps",),
@@ -194,6 +195,8 @@ def resolve(*layers: Layer) -> TrainConfig:
     if "epsilon" in given and "noise" in given:  # then the length is what is asked for
         base = {key: value for key, value in base.items() if key not in ("epochs", "steps")}
     chosen = _over(given, base)
+    if chosen.get("features", "none") != "none":
+        chosen = {"model": "linear", "normalise": "group"} | chosen
     for kind in _KINDS:
         name = chosen.get(kind, _field(TrainConfig, kind).default)
         _check_name(kind, name)
@@ -207,7 +210,12 @@ def _check_name(kind: str, name: str) -> None:
 
 
 def _over(high: Layer, low: Layer) -> Layer:
-    outdated = {f for key, value in high.items() if low.get(key) != value for f in _FOLLOWS.get(key, ())}
+    outdated = {
+        follower
+        for key, followers in _FOLLOWS.items()
+        if key in high and high[key] != low.get(key, "none" if key == "features" else None)
+        for follower in followers
+    }
     kept = {key: value for key, value in low.items() if key not in outdated}
     options = {
         key: {**kept.get(key, {}), **high.get(key, {})}

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from privet.errors import ConfigError
 
@@ -38,6 +38,28 @@ class Data:
     """Whose record each one of `train` is, where whole users are to be protected."""
     public: TensorDataset | None = None
     """Records that are not protected, for methods that learn from such."""
+
+
+class Records(Dataset[tuple[Tensor, Tensor]]):
+    """Records in memory, of which the loader gets a whole batch by one index operation."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._x, self._y = data.tensors
+
+    def __len__(self) -> int:
+        return len(self._y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._x[index], self._y[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        where = torch.tensor(indices)
+        return self._x[where], self._y[where]
+
+
+def collate(items: Any) -> Any:
+    """What `Records` gives is a batch already; other items are put together by torch."""
+    return items if isinstance(items, tuple) else default_collate(items)
 
 
 def holdout(data: Data, fraction: float, seed: int = 0) -> Data:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from privet.data import images, tables
 from privet.data.base import Data, holdout, set_public
+from privet.data.features import scattering
 from privet.errors import ConfigError
 
 SETS: dict[str, Callable[[Path | None], Data]] = {
@@ -28,13 +30,17 @@ def load(
     users: str | None = None,
     public: float | None = None,
     seed: int = 0,
+    features: Literal["none", "scattering"] = "none",
+    features_cache: Path | None = None,
 ) -> Data:
     """Load the data set `name`: one of SETS, or the path of a table (CSV, TSV or Parquet).
 
     `data_dir` is where the files of a named set are. `target`, `test_fraction`, `bounds` and `users` are for
     tables (see `privet.data.tables.load_table`); the named sets have a fixed test set. With `validation` the test
     records are replaced by that fraction of the training records (see `holdout`), to tune without them; with
-    `public` that fraction of the training records is set apart as public.
+    `public` that fraction of the training records is set apart as public. `features` replace the inputs of an image set
+    once the records are split, so that the split is that of the images; they are kept in the folder `features_cache`
+    (see `privet.data.features.scattering`), by default data_dir/features, and without a `data_dir` nowhere.
 
     Formal guarantee: how a record is encoded does not depend on any other record.
     """
@@ -56,4 +62,9 @@ def load(
     else:
         data = SETS[name](folder)
     data = data if validation is None else holdout(data, validation, seed)
-    return data if public is None else set_public(data, public, seed)
+    data = data if public is None else set_public(data, public, seed)
+    if features == "none":
+        return data
+    if features_cache is None and folder is not None:
+        features_cache = folder / "features"
+    return scattering(data, cache=features_cache)
