@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .errors import ConfigError, Refused
-from .methods import option
+from .options import option
 
 _HALF = (torch.float16, torch.bfloat16)
 _WHAT_GAMMA_IS = "γ of the focal loss: how much less records count that are right; 0 is cross-entropy"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
@@ -12,6 +13,13 @@ from torch.utils import _pytree as pytree
 
 settings.register_profile("privet", deadline=None, derandomize=True, database=None, max_examples=25)
 settings.load_profile("privet")
+
+
+@pytest.fixture(autouse=True)
+def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings of these tests leave an empty report.html: drawing one takes a second, and test_report.py does it."""
+    monkeypatch.setattr("privet.training.loop.write_report", lambda folder: (folder / "report.html").touch())
+
 
 Losses = Callable[..., Tensor]
 """(model, *batch) to a vector of losses."""

@@ -19,6 +19,7 @@ from privet.data import load
 from privet.nn import build
 from privet.training import Progress, TrainConfig, default_delta, settle, to_json, train
 from privet.training import loop as training_loop
+from privet.training.report import write_report
 
 
 def config(tmp_path: Path, **options: Any) -> TrainConfig:
@@ -41,10 +42,15 @@ def files(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-def test_a_run_leaves_model_statement_metrics_and_configuration(tmp_path: Path) -> None:
+def test_a_run_leaves_model_statement_metrics_configuration_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_loop, "write_report", write_report)
     result = train(config(tmp_path))
     assert files(tmp_path) == {"run", "digits.ledger"}
-    assert files(tmp_path / "run") == {"config.toml", "metrics.jsonl", "model.safetensors", "privacy.json"}
+    written = {"config.toml", "metrics.jsonl", "model.safetensors", "privacy.json", "report.html"}
+    assert files(tmp_path / "run") == written
+    assert "</svg>" in (tmp_path / "run" / "report.html").read_text()
     assert result.ended == "finished" and result.statement["steps"] == 9
     statement = json.loads((tmp_path / "run" / "privacy.json").read_text())
     spent = Ledger(tmp_path / "digits.ledger").spent()
@@ -61,22 +67,28 @@ def test_metrics_hold_nothing_of_private_batches(tmp_path: Path, monkeypatch: py
     """Rule 9, by replay: other labels in training, the same gradients, and every number must be the same."""
 
     def lines(name: str, flip: bool) -> list[dict[str, Any]]:
-        real = training_loop._Records.__getitems__
+        real = training_loop.Records.__getitems__
 
         def items(self: Any, indices: list[int]) -> Any:
             x, y = real(self, indices)
             return x, (y + 1) % 10 if flip else y
 
-        monkeypatch.setattr(training_loop._Records, "__getitems__", items)
+        monkeypatch.setattr(training_loop.Records, "__getitems__", items)
         # A learning rate that moves nothing: then all that the records can reach is what is logged of them.
         train(config(tmp_path, out=str(tmp_path / name), lr=1e-30, momentum=0.0))
-        monkeypatch.setattr(training_loop._Records, "__getitems__", real)
+        monkeypatch.setattr(training_loop.Records, "__getitems__", real)
         text = (tmp_path / name / "metrics.jsonl").read_text()
         return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in text.splitlines()]
 
     one, other = lines("one", False), lines("other", True)
     assert len(one) == 3 and one == other
-    assert set(one[0]) == {"step", "epoch", "accuracy", "loss"}
+    assert set(one[0]) == {"step", "epoch", "accuracy", "loss", "diagnostics"}
+
+
+def test_without_a_report_there_are_no_diagnostics(tmp_path: Path) -> None:
+    train(config(tmp_path, report=False))
+    assert "report.html" not in files(tmp_path / "run")
+    assert "diagnostics" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def test_the_accuracy_is_that_of_the_released_model_on_held_out_records(tmp_path: Path) -> None:

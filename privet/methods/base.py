@@ -7,7 +7,6 @@ outside of this folder asks which method is running.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -33,11 +32,6 @@ def register(method: _M) -> _M:
     """Makes a method known by its `name`; its fields become options of the command line."""
     METHODS[method.name] = method
     return method
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field of a method with the sentence that `--help` shows for it."""
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True)
@@ -132,6 +126,11 @@ class Method(ABC):
         """What the method bounds, and so what a run with it protects."""
         return "record"
 
+    @property
+    def record_clip(self) -> float | None:
+        """The norm that a record's whole gradient is clipped to, where there is one such number: for diagnostics."""
+        return None
+
     def prepare(self, model: nn.Module) -> None:  # noqa: B027
         """Puts into the model what the method needs there and what stays there; done again it changes nothing."""
 
@@ -178,6 +177,9 @@ class Session(ABC):
 
     def observe(self, noisy: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Noisy values of this step's side queries, free to use."""
+
+    def handed_over(self) -> None:  # noqa: B027
+        """The private gradient lies in the `grad` of the groups' parameters, where a method may move it on from."""
 
     def begin_epoch(self, number: int) -> None:  # noqa: B027
         """The first step of this epoch is next."""

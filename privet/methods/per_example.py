@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..gradients import PerRecord, Recorder
-from .base import ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
+from ..options import option
+from .base import ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 from .thresholds import Clipping, Thresholds, part_norms
 
 _MARGIN = 1 - 2.0**-14
@@ -61,6 +62,11 @@ class PerExample(Clipping):
                 "adaptive follows the private records' own norms, and thresholds, factors, numbered groups and "
                 "clip_decay set the clip otherwise: choose one of them."
             )
+
+    @property
+    def record_clip(self) -> float | None:
+        fixed = self.clip_function == "abadi" and not (self.adaptive or self.learns) and self.clip_decay == 1
+        return self.clip if fixed and self.groups is None and not isinstance(self.clip, Mapping) else None
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
         return _PerExampleSession(self, model, setting)

@@ -196,7 +196,7 @@ def _train(
     Each has a ledger of its own. The rows are compared at what each costs by itself, and the cost of all of them
     together, which a shared ledger states after each run, takes the accountant a second for each run in it.
     """
-    config = row.config(**more, out=str(folder), ledger=str(folder / "study.ledger"), quiet=True)
+    config = row.config(**more, out=str(folder), ledger=str(folder / "study.ledger"), report=False)
     mark = folder / "settings.json"
     same = mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == row.plain()
     if same and (folder / "checkpoint.pt").exists() and not (folder / "model.safetensors").exists():

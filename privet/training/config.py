@@ -13,6 +13,7 @@ import tomli_w
 from ..accounting import Relation
 from ..data import SETS, Data
 from ..errors import ConfigError
+from ..nn import Normalise
 from ..noise import Level
 
 _LEARNING_RATES = {"sgd": 0.5, "adam": 0.002}
@@ -58,6 +59,35 @@ class TrainConfig:
         None, _DATA, "public number of training records; if not stated, it is counted in the data and counts as public"
     )
 
+    features: Literal["none", "scattering"] = _option(
+        "none",
+        _DATA,
+        "what an image set's pixels are replaced by: scattering (wavelets; needs kymatio) costs no privacy",
+        preset=True,
+    )
+    features_cache: str | None = _option(
+        None,
+        _DATA,
+        "folder that keeps the features, as sensitive as the data",
+        otherwise="DATA-DIR/features; without --data-dir, nowhere",
+        resume=True,
+    )
+    normalise: Normalise = _option(
+        "none",
+        _DATA,
+        "scale of the input's channels: group (by the record alone, free) or private (statistics of the records, paid)",
+        otherwise="none; with --features, group",
+        preset=True,
+    )
+    normalise_noise: float = _option(8.0, _DATA, "noise multiplier of --normalise private", preset=True)
+    normalise_clip: float = _option(
+        0.4,
+        _DATA,
+        "C of --normalise private: a record's channel means are clipped to this norm, its mean squares to C*C; 0.4 "
+        "suits features of images in [0, 1], 1.2 those of cifar10, whose pixels are standardised",
+        preset=True,
+    )
+
     preset: bool = _option(True, _DATA, "whether presets fill in what is not given")
 
     method: str = _option("per-example", _BUDGET, "how the gradient is bounded")
@@ -84,7 +114,7 @@ class TrainConfig:
         "mlp",
         _MODEL,
         "mnist-cnn, cifar-cnn, resnet18-gn, mlp, transformer, bn-lenet5, convnet5, resnet18-bn, backprop-mnist, "
-        "backprop-cifar, or module:factory",
+        "backprop-cifar, scatter-mnist-cnn, scatter-cifar-cnn, linear, or module:factory",
         preset=True,
     )
     model_options: Mapping[str, Any] = _option({}, _MODEL, "options of the model", preset=True)
@@ -128,13 +158,16 @@ class TrainConfig:
     ledger: str | None = _option(
         None, _OUTPUT, "the data set's ledger", otherwise="runs/DATA.ledger, wherever --out lies"
     )
+    report: bool = _option(
+        True, _OUTPUT, "whether report.html is written, with diagnostics of each epoch", run=False, resume=True
+    )
     quiet: bool = _option(False, _OUTPUT, "no progress bar", run=False, resume=True)
     json: bool = _option(False, _OUTPUT, "print one JSON object", run=False, resume=True)
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "records", "batch", "steps", "physical_batch", "threads")
         _at_least(self, 0, "workers")
-        for name in ("lr", "checkpoint_every"):
+        for name in ("lr", "checkpoint_every", "normalise_noise", "normalise_clip"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} must be a positive number, and is {value!r}.")
@@ -197,6 +230,7 @@ def settle(config: TrainConfig, data: Data) -> TrainConfig:
         config,
         data=name,
         data_dir=None if config.data_dir is None else str(Path(config.data_dir).absolute()),
+        features_cache=None if config.features_cache is None else str(Path(config.features_cache).absolute()),
         ledger=None if config.ledger is None else str(Path(config.ledger).absolute()),
         epsilon=epsilon,
         delta=default_delta(records) if config.delta is None else config.delta,

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigError, LedgerError
 from ..ledger import Ledger
 from .config import TrainConfig
 
-_RUN_FILES = ("config.toml", "metrics.jsonl", "checkpoint.pt", "privacy.json", "model.safetensors")
+_RUN_FILES = ("config.toml", "metrics.jsonl", "checkpoint.pt", "privacy.json", "model.safetensors", "report.html")
 
 
 class Place:

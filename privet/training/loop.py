@@ -17,21 +17,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from ..accounting import Guarantee, epsilon
-from ..data import Data, load
+from ..data import Data, Records, collate, load
+from ..diagnostics import RECORDS, diagnose
 from ..errors import BudgetExceeded, ConfigError
 from ..losses import Loss
 from ..losses import loss as make_loss
 from ..methods import method as make_method
-from ..nn import build
+from ..nn import build, normalised, standardise_of
 from ..planning import Budget
 from ..postprocess import Denoise
 from ..run import Run
 from ..sampling import FixedSize, Partition, Poisson, SamplingRule
 from .config import TrainConfig, settle
 from .folder import Place, drop_half_line, hand_over
+from .report import write_report
 
 SAMPLING: dict[str, type[SamplingRule]] = {"poisson": Poisson, "fixed-size": FixedSize, "partition": Partition}
 _EVALUATION_BATCH = 1024
@@ -122,7 +123,7 @@ def train(
         ledger = place.open_ledger(config, data)
         with Run(
             model,
-            _Records(data.train),
+            Records(data.train),
             method=method,
             sampling=sampling,
             budget=budget,
@@ -132,9 +133,10 @@ def train(
             noise_level=config.noise_level,
             seed=config.seed if config.noise_level == "seeded" else None,
             physical_batch=config.physical_batch or "auto",
-            loader_options={"num_workers": config.workers, "collate_fn": _collate},
+            loader_options={"num_workers": config.workers, "collate_fn": collate},
             users=data.users,
-            public=None if data.public is None else _Records(data.public),
+            queries=[config.normalise_noise] if config.normalise == "private" else [],
+            public=None if data.public is None else Records(data.public),
             post=[] if denoise is None else [denoise],
             run_id=place.run_id,
         ) as run:
@@ -159,9 +161,11 @@ def train(
                 about = {"model": config.model, "epsilon": str(result.statement["epsilon"])}
                 hand_over(place.folder, _statement(result, data), training.released, about)
                 ledger.finish_run(run.id)
+                if config.report:
+                    write_report(place.folder)
             return result
     except BaseException:
-        if resume is None and (run is None or run.units_spent == 0):
+        if resume is None and (run is None or run.units_spent == run.queries_paid == 0):
             place.take_back()
         raise
     finally:
@@ -181,6 +185,8 @@ def load_data(config: TrainConfig) -> Data:
         users=config.users,
         public=config.public,
         seed=config.seed,
+        features=config.features,
+        features_cache=None if config.features_cache is None else Path(config.features_cache),
     )
 
 
@@ -238,6 +244,7 @@ class _Training:
             drop_half_line(self.folder / "metrics.jsonl")
         else:
             self.run.save(path, **self.stateful)
+        self._standardise()
         self.saved = time.monotonic()
         began = time.monotonic()
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
@@ -258,6 +265,16 @@ class _Training:
         if self.accuracy is None or self.run.steps_done < self.run.plan.steps:
             self.accuracy, self.loss = self._measure()
         return "finished" if self.run.steps_done >= self.run.plan.steps else "budget"
+
+    def _standardise(self) -> None:
+        """Asks for the statistics that the first layer needs, where no checkpoint has them, and keeps them."""
+        layer = standardise_of(self.run.model)
+        if layer is None or layer.known:
+            return
+        layer.learn(self.run, clip=self.config.normalise_clip, noise=self.config.normalise_noise)
+        if self.average is not None:
+            self.average.module.load_state_dict(self.run.model.state_dict())
+        self._save()
 
     def _epoch(self) -> bool:
         """The steps to the end of the epoch; false if asked to stop before."""
@@ -306,7 +323,13 @@ class _Training:
             "accuracy": self.accuracy,
             "loss": self.loss if self.loss is None or math.isfinite(self.loss) else None,
             "seconds": round(seconds, 3),
+            **({"diagnostics": self._diagnostics()} if self.config.report else {}),
         }
+
+    def _diagnostics(self) -> dict[str, Any]:
+        """Of the weights that are trained, not of their running mean, and of held-out records only (rule 9)."""
+        x, y = self.data.test.tensors
+        return diagnose(self.run.model, self.criterion, self._laid_out(x[:RECORDS]), y, self.run.method.record_clip)
 
     @torch.no_grad()
     def _measure(self) -> tuple[float, float]:
@@ -348,27 +371,6 @@ class _Clock:
         self._next = now + max(2.0, (now - self._began) / self._share)
 
 
-class _Records(Dataset[tuple[Tensor, Tensor]]):
-    """Records in memory, of which the loader gets a whole batch by one index operation."""
-
-    def __init__(self, data: TensorDataset) -> None:
-        self._x, self._y = data.tensors
-
-    def __len__(self) -> int:
-        return len(self._y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._x[index], self._y[index]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        where = torch.tensor(indices)
-        return self._x[where], self._y[where]
-
-
-def _collate(items: Any) -> Any:
-    return items if isinstance(items, tuple) else default_collate(items)
-
-
 def _pair(name: str, bounds: Sequence[float]) -> tuple[float, float]:
     if len(bounds) != 2:
         raise ConfigError(f"bounds of {name!r} must be [low, high], and are {list(bounds)!r}.")
@@ -404,6 +406,7 @@ def _model(config: TrainConfig, data: Data) -> nn.Module:
             f"Model {config.model!r} has layers that do not know their size yet (nn.Lazy…). Give them their sizes: the "
             "factory may take input_shape and classes."
         )
+    model = normalised(model, config.normalise, data.input_shape)
     make_method(config.method, **config.method_options).prepare(model)
     if len(data.input_shape) == 3:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -1,0 +1,11 @@
+"""Fields of methods and losses that the command line shows as options."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field of a dataclass with the sentence that `--help` shows for it."""
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
