@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from . import audit as audit
     from . import losses as losses
     from . import nn as nn
+    from .estimators import PrivateClassifier, PrivateRegressor
     from .ledger import Ledger
     from .methods import Method, method
     from .methods.backprop import Backprop
     from .methods.batch import Batch
+    from .methods.clipless import Clipless
     from .methods.layerwise import Layerwise
     from .methods.per_example import PerExample
     from .methods.ternary import Ternary
@@ -28,11 +30,14 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Modules are loaded when a name is first used, as torch takes seconds.
 _HOMES = {
+    "PrivateClassifier": ".estimators",
+    "PrivateRegressor": ".estimators",
     "Ledger": ".ledger",
     "Method": ".methods",
     "method": ".methods",
     "Backprop": ".methods.backprop",
     "Batch": ".methods.batch",
+    "Clipless": ".methods.clipless",
     "Layerwise": ".methods.layerwise",
     "PerExample": ".methods.per_example",
     "Ternary": ".methods.ternary",
@@ -57,6 +62,7 @@ __all__ = [
     "Budget",
     "BudgetExceeded",
     "CheckpointError",
+    "Clipless",
     "ConfigError",
     "Denoise",
     "FixedSize",
@@ -68,6 +74,8 @@ __all__ = [
     "PerExample",
     "Plan",
     "Poisson",
+    "PrivateClassifier",
+    "PrivateRegressor",
     "PrivetError",
     "Refused",
     "Release",

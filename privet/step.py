@@ -140,6 +140,7 @@ class Step:
         for query in queries:  # hand over
             if query.group is not None:
                 hand_over(query, noisy[query.name], self._rules.batch)
+        self._session.handed_over()
         self.released = True
 
     def _post_process(self, queries: list[Query], stds: list[float], noisy: dict[str, Tensor]) -> None:

@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ConfigError
-from .base import METHODS, Method, ParameterGroup, Query, Sensitivity, Session, Setting, option, register
+from ..options import option
+from .base import METHODS, Method, ParameterGroup, Query, Sensitivity, Session, Setting, register
 
 for _module in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -30,7 +30,8 @@ from ..gradients.per_record import Scratch, full_precision, using, wide
 from ..gradients.taps import Taps, Unit, Use
 from ..nn.input_clip import NORMS, InputClip, Norm, Window, clip_of
 from ..noise import Allocation
-from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
+from ..options import option
+from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 
 _MARGIN = 1 - 2.0**-13
 """Norms and products are computed in float32; aiming this much below C2 keeps what comes out at the bound or less."""

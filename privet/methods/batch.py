@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ConfigError, Refused
 from ..gradients.taps import refuse_changes
 from ..noise import Source
+from ..options import option
 from ..sampling import Sample
-from .base import ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
+from .base import ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 from .per_example import PerExample
 from .thresholds import Clipping, Thresholds, part_norms
 

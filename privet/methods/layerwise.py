@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..noise import Allocation
-from .base import option, register
+from ..options import option
+from .base import register
 from .per_example import PerExample
 from .thresholds import WHAT_GROUPS_ARE, Groups
 

@@ -34,7 +34,8 @@ from ..gradients import Recorder
 from ..gradients.per_record import Dense, PerRecord, row_squares, using
 from ..gradients.recorder import _added
 from ..gradients.taps import Use
-from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, option, positive, register
+from ..options import option
+from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 from .batch import Batch, _BatchSession
 from .per_example import PerExample
 from .thresholds import Thresholds

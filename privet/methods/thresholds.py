@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, Refused
 from ..noise import Allocation
-from .base import Method, ParameterGroup, Setting, option, positive, trainable
+from ..options import option
+from .base import Method, ParameterGroup, Setting, positive, trainable
 
 Groups = Literal["layer", "block", "parameter"] | int | Mapping[str, Sequence[str]]
 WHAT_GROUPS_ARE = (

@@ -1,0 +1,256 @@
+"""Clipless training (Béthune et al. 2024): the weights of a Lipschitz network bound every record's gradient.
+
+Nothing is done record by record in the network. Going forward, each layer bounds what it puts out from what it is
+given; going backward, by how much it can grow a gradient; so that at each weight ‖∂L/∂θ‖ ≤ K·‖∂L/∂scores‖, with a K
+that is proved anew in each step from the weights that the step uses (`privet.nn.lipschitz`).
+
+Where this differs from the paper and its code:
+
+- No constraint is trusted. K comes from certified norms of the constrained weights W̄, not from an estimate of them or
+  from the number that a projection was meant to reach.
+- Gradients are summed and noised at W̄ = Π(W) and pulled back to W afterwards, as post-processing. So any Π will do.
+- ‖∂L/∂scores‖ ≤ G is made true and not assumed: a record's gradient at the scores, which is one short row, is scaled
+  down where it is longer. So the bound holds for any loss, and a G below the loss's own Lipschitz constant lowers the
+  noise in proportion. In the reference this clip never lowered it.
+- Samples are drawn by the run's rule, with the public divisor, as for every method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, ConfigError, Refused
+from ..nn.lipschitz.certificate import Certificate, certify
+from ..nn.lipschitz.holding import Held, held
+from ..nn.lipschitz.losses import TemperedCrossEntropy
+from ..noise import Allocation
+from ..options import option
+from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
+
+_MARGIN = 1 - 2.0**-14
+"""Norms of rows are computed in float32; aiming this much below G keeps what comes out at G or less."""
+_CLIPS = (1e-30, 1e30)
+"""Where an adaptive G stays, whatever the noise says."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Clipless(Method):
+    """Clipless training of a Lipschitz network.
+
+    Formal guarantee: a record adds to the sum of each weight tensor W̄ a gradient of norm at most K·G, K being certified
+    for exactly the W̄ that the step's forward passes use and G enforced row by row at the scores. So one record moves
+    that sum by at most K·G, and 2·K·G when replaced. Only what reaches the weights through the scores is added: a loss
+    that also looks at hidden layers has no other way in.
+
+    An adaptive G follows a quantile of the rows' norms: a record adds +1/2 or −1/2 to a side query in the same sample,
+    with noise of its own, so it is paid for by rule 2.
+
+    Rule 7: a record whose gradient at the scores is not finite adds exactly zero.
+    """
+
+    name = "clipless"
+    summary = "no clipping in the network: the weights of a Lipschitz network bound each record's gradient"
+
+    gradient_clip: float | Literal["auto"] = option(
+        "auto", "G, the longest gradient of a record at the scores; auto: what cross-entropy can reach at most"
+    )
+    adaptive: bool = option(False, "let G follow a quantile of the norms at the scores, privately")
+    quantile: float = option(0.9, "the share of records that an adaptive G leaves unclipped")
+    adaptive_rate: float = option(0.2, "learning rate of the adaptive G (geometric)")
+    allocation: Allocation = option(
+        "optimal",
+        "noise: proportional (to each layer's bound), isotropic (the same for all) or optimal (least in total)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.gradient_clip != "auto":
+            positive("gradient_clip", self.gradient_clip)
+        positive("adaptive_rate", self.adaptive_rate)
+        if not 0 < self.quantile < 1:
+            raise ConfigError(f"quantile must lie between 0 and 1, and is {self.quantile!r}.")
+
+    def open(self, model: nn.Module, setting: Setting) -> Session:
+        return _CliplessSession(self, model, setting)
+
+
+class _CliplessSession(Session):
+    """From `begin` to `handed_over` the model's weights are held: what is certified is what the forward passes use."""
+
+    def __init__(self, method: Clipless, model: nn.Module, setting: Setting) -> None:
+        self.method, self.model, self.setting = method, model, setting
+        self._holding = ExitStack()
+        self._weights: Held | None = None
+        self._scores: list[Any] | None = None
+        """What the model put out while it was listened to."""
+        self._probed: list[Any] = []
+        """The same, of the last time: made-up records are looked at afterwards."""
+        self._bytes = 0
+        with held(model) as weights:
+            self.certificate = certify(model)
+            if not weights.tensors:
+                raise Refused("The model has no parameter that requires a gradient, so there is nothing to train.")
+            stand_ins = {name: nn.Parameter(torch.zeros_like(w)) for name, w in weights.tensors.items()}
+        self.groups = [ParameterGroup(name, {name: stand_in}) for name, stand_in in stand_ins.items()]
+        self.clip: float | None = None
+        """The adaptive G, once it has moved."""
+        self._below = torch.zeros((), dtype=torch.float64)
+        self._hook = model.register_forward_hook(self._keep_scores)
+
+    # G
+
+    @property
+    def gradient_clip(self) -> float:
+        if self.clip is not None:
+            return self.clip
+        if self.method.gradient_clip != "auto":
+            return self.method.gradient_clip
+        return TemperedCrossEntropy().lipschitz_within(self.certificate.output)
+
+    # The step
+
+    def begin(self) -> None:
+        self._let_go()
+        self._weights = self._holding.enter_context(held(self.model))
+        self.certificate = self._certified()
+        for group in self.groups:
+            group.total.zero_()
+            for stand_in in group.parameters.values():
+                stand_in.grad = None
+        self._below.zero_()
+
+    def _certified(self) -> Certificate:
+        assert self._weights is not None
+        shapes = {name: tensor.shape for name, tensor in self._weights.tensors.items()}
+        known = {name: p.shape for group in self.groups for name, p in group.parameters.items()}
+        if shapes != known:
+            changed = min(shapes.keys() ^ known.keys() or {n for n, s in shapes.items() if known[n] != s})
+            raise Refused(
+                f"Parameter '{changed}' was frozen, unfrozen or replaced after the run was made. Make a new Run for "
+                "the model as it is now."
+            )
+        return certify(self.model)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._weights is None:  # made-up records, before the step has begun
+                stack.enter_context(held(self.model))
+            self._scores = []
+            try:
+                yield
+            finally:
+                self._probed, self._scores = self._scores, None
+
+    def listening(self) -> AbstractContextManager[None]:
+        return self._watching()
+
+    def _keep_scores(self, model: nn.Module, _args: Any, output: Any) -> Any:
+        """The user gets a copy: what is done to it in place comes behind the place where gradients are bounded."""
+        if self._scores is None or model is not self.model:
+            return None
+        self._scores.append(output)
+        return output.clone() if isinstance(output, Tensor) else None
+
+    @staticmethod
+    def _only(found: list[Any], losses: Tensor) -> Tensor:
+        """What the model put out for these records; refused where one record could have been used twice."""
+        if len(found) != 1:
+            raise Refused(
+                f"The model was called {len(found)} times for one chunk of records. The bounds are for one call: call "
+                "the model itself once, and hand in the losses of what it put out."
+            )
+        (scores,) = found
+        if not isinstance(scores, Tensor) or scores.dim() != 2 or len(scores) != len(losses):
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise Refused(
+                f"The model must put out one row of scores for each of {len(losses)} records, and gave {got}."
+            )
+        return scores
+
+    def add(self, losses: Tensor) -> None:
+        assert self._weights is not None
+        scores = self._only(self._scores or [], losses)
+        clip = self.gradient_clip
+        with torch.autocast(losses.device.type, enabled=False):
+            rows = _gradient(losses.sum(), scores)
+            if rows is None:
+                raise Refused("The losses do not depend on what the model put out for these records.")
+            norms = torch.linalg.vector_norm(rows.double(), dim=1)
+            lost = ~(torch.isfinite(norms) & torch.isfinite(losses.detach()))
+            factors = (clip * _MARGIN / norms).clamp(max=1).masked_fill(lost, 0)
+            rows = rows.masked_fill(lost.unsqueeze(1), 0) * factors.to(rows).unsqueeze(1)
+            found = torch.autograd.grad(scores, list(self._weights.tensors.values()), rows, allow_unused=True)
+        for group, gradient in zip(self.groups, found, strict=True):
+            if gradient is not None:
+                group.views[group.name].add_(gradient)
+        if self.method.adaptive:
+            self._below += torch.where(norms <= clip, 0.5, -0.5).masked_fill(lost, 0).sum().cpu()
+
+    def finish(self) -> list[Query]:
+        factors, clip = self.certificate.gradient, self.gradient_clip
+        queries = [
+            Query(group.name, group.total, Sensitivity.of_contribution(factors[group.name] * clip), group=group)
+            for group in self.groups
+        ]
+        if self.method.adaptive:
+            # a twentieth of the batch, or more, so that it costs at most 1/16 of 1/σ²
+            std = max(self.setting.batch / 20, 4 * self.setting.noise_multiplier)
+            half = Sensitivity.of_contribution(0.5)
+            queries.append(Query("below G", self._below.view(1), half, std=std))
+        return queries
+
+    def observe(self, noisy: Mapping[str, Tensor]) -> None:
+        value = noisy.get("below G")
+        if value is not None:
+            share = min(1.0, max(0.0, float(value) / self.setting.batch + 0.5))
+            moved = self.gradient_clip * math.exp(-self.method.adaptive_rate * (share - self.method.quantile))
+            self.clip = min(max(moved, _CLIPS[0]), _CLIPS[1])
+
+    def handed_over(self) -> None:
+        """Pulls the private gradients at W̄ back to the parameters behind them."""
+        assert self._weights is not None
+        found = {n: p.grad for group in self.groups for n, p in group.parameters.items() if p.grad is not None}
+        parameters = dict(self.model.named_parameters())
+        for name, gradient in self._weights.pull_back(found).items():
+            parameters[name].grad = gradient
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._holding.close()
+        self._weights = None
+
+    # Around it
+
+    def reaches_others(self, losses: Tensor, record: int) -> str | None:
+        scores = self._only(self._probed, losses)
+        rows = _gradient(losses[record], scores)
+        if rows is None:
+            return None
+        others = [i for i in range(len(scores)) if i != record]
+        return "the scores" if bool(rows[others].any()) else None
+
+    def state(self) -> dict[str, Any]:
+        return {"gradient_clip": self.clip}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        clip = state.get("gradient_clip")
+        if clip is not None and not (isinstance(clip, float) and clip > 0):
+            raise CheckpointError(f"The checkpoint has {clip!r} for the adaptive clip of clipless training.")
+        self.clip = clip
+
+    def close(self) -> None:
+        self._let_go()
+        self._hook.remove()
+
+
+def _gradient(loss: Tensor, scores: Tensor) -> Tensor | None:
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, scores, retain_graph=True, allow_unused=True)
+    return found[0]
