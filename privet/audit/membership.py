@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..accounting import Mechanism, trade_off
+from ..accounting import Mechanism, Spent, trade_off
 from ..errors import ConfigError
 from .finished import FinishedRun
 from .statistics import Auroc, TprAt, auroc, epsilon_lower_from_rates, roc, tpr_at, upper
@@ -112,10 +112,12 @@ class MembershipReport:
     mechanism: Mechanism
     compositions: int
     error: float
+    queries: Spent = ()
+    """What else the run has paid for: sums over all records."""
 
     def promised_tpr(self, fpr: npt.ArrayLike) -> Floats:
         """1 - f(FPR): no attack on a single record that the trade-off curve f covers has a larger TPR."""
-        return np.asarray(1 - trade_off([(self.mechanism, self.compositions)], fpr))
+        return np.asarray(1 - trade_off([*self.queries, (self.mechanism, self.compositions)], fpr))
 
     def to_json(self) -> dict[str, Any]:
         below = stays_below(self)
@@ -271,6 +273,8 @@ def infer_membership(
         fresh = run.network
         out = shadow_confidences(fresh, x, y, shadows=shadows, epochs=epochs, seed=seed)
         scores["lira"] = lira_scores(confidence, *out)
+    mechanism = Mechanism.from_json(statement["mechanism"])
+    paid = [(Mechanism.from_json(part["mechanism"]), int(part["count"])) for part in statement.get("spent", ())]
     return MembershipReport(
         data=data.name,
         attacks=tuple(assess(k, s, member, delta=delta, error=error, seed=seed) for k, s in scores.items()),
@@ -280,9 +284,10 @@ def infer_membership(
         epsilon=float(statement["epsilon"]),
         delta=delta,
         epsilon_is=str(statement["epsilon_is"]),
-        mechanism=Mechanism.from_json(statement["mechanism"]),
+        mechanism=mechanism,
         compositions=int(statement["compositions"]),
         error=error,
+        queries=[(other, count) for other, count in paid if other != mechanism],
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from privet.errors import ConfigError
 from privet.nn.activations import activation as activation_of
+from privet.nn.lipschitz.models import LIPSCHITZ_MODELS
 
 Factory = Callable[..., nn.Module]
 
@@ -424,6 +425,7 @@ MODELS: dict[str, Factory] = {
     "resnet18-bn": resnet18_bn,
     "mlp": mlp,
     "transformer": transformer,
+    **LIPSCHITZ_MODELS,
 }
 
 EXAMPLE_SHAPES: dict[str, tuple[int, ...]] = {
@@ -440,5 +442,10 @@ EXAMPLE_SHAPES: dict[str, tuple[int, ...]] = {
     "resnet18-bn": (3, 32, 32),
     "mlp": (500,),
     "transformer": (128,),
+    "lipschitz-mlp": (500,),
+    "lipschitz-lenet": (1, 28, 28),
+    "lipschitz-vgg": (3, 32, 32),
+    "lipschitz-resnet": (3, 32, 32),
+    "lipschitz-mixer": (3, 32, 32),
 }
 """The shape of one record for benchmarks, by model."""

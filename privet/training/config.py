@@ -114,7 +114,8 @@ class TrainConfig:
         "mlp",
         _MODEL,
         "mnist-cnn, cifar-cnn, resnet18-gn, mlp, transformer, bn-lenet5, convnet5, resnet18-bn, backprop-mnist, "
-        "backprop-cifar, scatter-mnist-cnn, scatter-cifar-cnn, linear, or module:factory",
+        "backprop-cifar, scatter-mnist-cnn, scatter-cifar-cnn, linear, lipschitz-mlp, lipschitz-lenet, lipschitz-vgg, "
+        "lipschitz-resnet, lipschitz-mixer, or module:factory",
         preset=True,
     )
     model_options: Mapping[str, Any] = _option({}, _MODEL, "options of the model", preset=True)

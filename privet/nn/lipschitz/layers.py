@@ -168,8 +168,9 @@ class GroupSort(LipschitzLayer):
 
 
 class Householder(LipschitzLayer):
-    """Channels in pairs z (C/2 apart): z if v·z > 0, else its reflection z − 2(v·z)·v; v = (sin θ/2, −cos θ/2) is learned per pair.
+    """Channels in pairs z: z if v·z > 0, else its reflection z − 2(v·z)·v; v = (sin θ/2, −cos θ/2) is learned per pair.
 
+    Of C channels, those that are C/2 apart form a pair.
     Singla et al. (2022). Norms are kept and the two cases meet at v·z = 0, so it is 1-Lipschitz. As v ⟂ v' = dv/dθ and
     ‖v'‖ = ½, ‖∂y/∂θ‖ = 2·‖(v'·z)·v + (v·z)·v'‖ = ‖z‖; summed over positions and pairs, ‖∂L/∂θ‖ ≤ ‖δ‖·‖x‖.
     It begins as a sort of each pair, θ = π/2.

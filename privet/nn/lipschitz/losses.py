@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...losses import Loss
+from ...losses import LOSSES, Loss
 from ...options import option
 from .bounds import Bound
 
@@ -283,3 +283,5 @@ LIPSCHITZ_LOSSES: dict[str, type[LipschitzLoss]] = {
     "k-cosine": KCosine,
 }
 """By the name that the command line knows them under."""
+
+LOSSES.update(LIPSCHITZ_LOSSES)
