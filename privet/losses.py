@@ -237,6 +237,7 @@ class LosingLess(SSEFocal):
 
     model: InitVar[nn.Module] = field(kw_only=False)
     penalty: float = option(1.0, "λ, by which the mean squares of hidden pre-activations are multiplied")
+    squared_norms: bool = option(True, "whether the penalty is ‖h‖²/d of each layer; ‖h‖/d otherwise")
     penalty_layers: str | Sequence[str] | None = option(
         None,
         "whose outputs are penalised: patterns of layer names, separated by commas",
@@ -246,22 +247,21 @@ class LosingLess(SSEFocal):
     def __post_init__(self, model: nn.Module) -> None:
         super().__post_init__()
         _not_negative("penalty", self.penalty)
-        self.pre_activations = PreActivations(model, self.penalty_layers)
+        self.pre_activations = PreActivations(model, self.penalty_layers, squared=self.squared_norms)
 
     @classmethod
     def of(cls, model: nn.Module, **options: Any) -> Self:
         return cls(model, **options)
 
     def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
-        squares = self.pre_activations.mean_squares(len(scores))
-        return super().per_record(scores, targets) + self.penalty * squares
+        return super().per_record(scores, targets) + self.penalty * self.pre_activations.sizes(len(scores))
 
     def close(self) -> None:
         self.pre_activations.close()
 
 
 class PreActivations:
-    """Watches layers of a model and knows Σ_m ‖h_m‖² / d_m of its last forward pass, for each record.
+    """Watches layers of a model and knows Σ_m ‖h_m‖² / d_m (or Σ_m ‖h_m‖ / d_m) of its last pass, for each record.
 
     Without `layers`, every Linear and Conv is watched, and the one that runs last counts as the output, not as hidden.
     With patterns of layer names (a list, or a text with commas), all layers that match one count, of whatever type.
@@ -270,25 +270,26 @@ class PreActivations:
     the method meets the penalty's gradient as it meets any other.
     """
 
-    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None) -> None:
+    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None, *, squared: bool = True) -> None:
+        self._squared = squared
         self._all_hidden = layers is not None
         self._watched = _matching(model, layers)
         self._seen: list[Tensor] | None = None
-        """Mean squares, a vector for each use of a layer; None unless a forward pass waits for its loss."""
+        """Sizes, a vector for each use of a layer; None unless a forward pass waits for its loss."""
         self._trained: set[str] = set()
         self._copies = any(getattr(module, "inplace", False) for module in model.modules())
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin(model), prepend=True)]
         self._handles += [layer.register_forward_hook(self._look(name, layer)) for name, layer in self._watched.items()]
 
-    def mean_squares(self, records: int) -> Tensor:
-        """Σ_m ‖h_m‖² / d_m of the forward pass just before, which is forgotten then; 0 if no layer is hidden."""
+    def sizes(self, records: int) -> Tensor:
+        """The sum over the layers of the forward pass just before, which is forgotten then; 0 if none is hidden."""
         seen, self._seen = self._seen, None
         if not seen:
             raise Refused(
                 "The pre-activations that the loss penalises were not seen. Call the model itself, then the loss, once "
                 "each, and close the loss only after that."
             )
-        if wrong := [len(squares) for squares in seen if len(squares) != records]:
+        if wrong := [len(sizes) for sizes in seen if len(sizes) != records]:
             raise Refused(
                 f"A layer with a penalty worked on {wrong[0]} records while there are {records} scores: the first axis "
                 "must be the records in each of them. Name other layers in penalty_layers."
@@ -327,7 +328,11 @@ class PreActivations:
             # Done even if nobody asks: gradient checkpointing runs a layer again and must find the same operations.
             h = output.float() if output.dtype in _HALF else output
             h = h.clone() if self._copies and h is output else h  # an activation may overwrite it
-            squares = h.square().mean(tuple(range(1, h.dim())))
+            dims = tuple(range(1, h.dim()))
+            if self._squared:
+                sizes = h.square().mean(dims)
+            else:
+                sizes = torch.linalg.vector_norm(h, dim=dims) / h[0].numel() if len(h) else h.sum(dims)
             if self._seen is None:
                 return
             if torch.is_grad_enabled() and name in self._trained and not _trains(layer):
@@ -336,7 +341,7 @@ class PreActivations:
                     "a penalty inside of it would not reach its weights. Give those parameters a module of their own, "
                     "or name other layers in penalty_layers."
                 )
-            self._seen.append(squares)
+            self._seen.append(sizes)
 
         return look
 

@@ -57,6 +57,7 @@ def audit(
     checks: list[Check] = []
     if model is None or records is None:
         model, (x, y) = digits_example()
+        model = method.example(tuple(x.shape[1:]), 10) or model
         records, public = (x[:96], y[:96]), (x[96:], y[96:])
         checks += check_layers(method, seed=seed)
     subject = MethodSubject(

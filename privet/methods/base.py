@@ -131,6 +131,10 @@ class Method(ABC):
         """The norm that a record's whole gradient is clipped to, where there is one such number: for diagnostics."""
         return None
 
+    def example(self, input_shape: tuple[int, ...], classes: int) -> nn.Module | None:
+        """A small network for those who name none, where ordinary layers would not do."""
+        return None
+
     def prepare(self, model: nn.Module) -> None:  # noqa: B027
         """Puts into the model what the method needs there and what stays there; done again it changes nothing."""
 

@@ -30,6 +30,7 @@ from ..errors import CheckpointError, ConfigError, Refused
 from ..nn.lipschitz.certificate import Certificate, certify
 from ..nn.lipschitz.holding import Held, held
 from ..nn.lipschitz.losses import TemperedCrossEntropy
+from ..nn.lipschitz.models import lipschitz_mlp
 from ..noise import Allocation
 from ..options import option
 from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
@@ -76,6 +77,9 @@ class Clipless(Method):
         positive("adaptive_rate", self.adaptive_rate)
         if not 0 < self.quantile < 1:
             raise ConfigError(f"quantile must lie between 0 and 1, and is {self.quantile!r}.")
+
+    def example(self, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return lipschitz_mlp(input_shape=input_shape, classes=classes, hidden=(16,), bias=True)
 
     def open(self, model: nn.Module, setting: Setting) -> Session:
         return _CliplessSession(self, model, setting)

@@ -24,9 +24,11 @@ from privet.gradients.bounded import _Affine
 from privet.methods import Method
 from privet.methods.backprop import Backprop, _BackpropSession
 from privet.methods.batch import Batch, _BatchSession
+from privet.methods.clipless import Clipless, _CliplessSession
 from privet.methods.per_example import PerExample, _PerExampleSession
 from privet.methods.ternary import Ternary, _Levels, _RecordSession
 from privet.nn.input_clip import InputClip, Window
+from privet.nn.lipschitz import Bias, BoundedInput, Conv2d, Linear
 from privet.noise import Source
 from privet.sampling import Poisson
 
@@ -58,6 +60,20 @@ def averaged_convolution() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 6)), conv, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3))
 
 
+def lipschitz() -> nn.Module:
+    """Weights beyond their constraint, and a bias whose gradient is the same at all positions."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        BoundedInput((6,), radius=2.0),
+        nn.Unflatten(1, (1, 2, 3)),
+        Conv2d(1, 4, 2, padding=1, constraint=None, lipschitz=2.0),
+        Bias(4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        Linear(4, 3, constraint="spectral"),
+    )
+
+
 GROUPS = {"weight": ["0.weight"], "bias": ["0.bias"], "last weight": ["2.weight"], "last bias": ["2.bias"]}
 
 CLIPS = {"1": 0.01, "*": 0.3}
@@ -71,6 +87,7 @@ SETTINGS: dict[str, Callable[[], tuple[Method, nn.Module]]] = {
     "batch with BatchNorm": lambda: (Batch(clip=0.02), with_batch_norm()),
     "backprop": lambda: (Backprop(input_clip=0.8, gradient_clip=CLIPS), convolution()),
     "backprop, averaged": lambda: (Backprop(input_clip=0.8, gradient_clip=CLIPS), averaged_convolution()),
+    "clipless": lambda: (Clipless(gradient_clip=0.5, allocation="proportional"), lipschitz()),
     "ternary": lambda: (Ternary(clip=1.0, tau=0.01), network()),
     "ternary in three micro-batches": lambda: (Ternary(clip=1.0, tau=0.01, record_groups=3), network()),
 }
@@ -254,6 +271,46 @@ def counted_before_discretising(patch: Patch) -> None:
     patch.setattr(_RecordSession, "_sum", changed)
 
 
+# Clipless
+
+
+def scores_not_clipped(patch: Patch) -> None:
+    patch.setattr("privet.methods.clipless._MARGIN", math.inf)
+
+
+def bias_counted_once(patch: Patch) -> None:
+    """At one position, wherever it is added."""
+    constants = Bias.constants
+
+    def once(self: Bias, x):  # type: ignore[no-untyped-def]
+        found = constants(self, x)
+        positions = x.size // len(self.bias)
+        return dataclasses.replace(found, gradient={"bias": found.gradient["bias"] / math.sqrt(positions)})
+
+    patch.setattr(Bias, "constants", once)
+
+
+def unbounded_input(patch: Patch) -> None:
+    patch.setattr(BoundedInput, "forward", lambda self, x: torch.nan_to_num(x))
+
+
+def trusted_constraint(patch: Patch) -> None:
+    """Each layer is taken to have the norm that its constraint was meant to give it."""
+    patch.setattr("privet.nn.lipschitz.plain.convolution_norm", lambda weight, **_: 1.0)
+
+
+def clip_without_noise(patch: Patch) -> None:
+    """The clip at the scores is half of what the noise is computed for; the other way round it costs accuracy only."""
+    add = _CliplessSession.add
+
+    def longer(self: _CliplessSession, losses: Tensor) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(_CliplessSession, "gradient_clip", 2 * self.gradient_clip)
+            add(self, losses)
+
+    patch.setattr(_CliplessSession, "add", longer)
+
+
 # What is not noised
 
 
@@ -363,6 +420,11 @@ FAULTS = [
     Fault("norm of the batch in place of the record's", "backprop", "sensitivity", norm_of_the_batch),
     Fault("padding left out of the patches' norms", "backprop", "sensitivity", padding_ignored),
     Fault("bias not counted", "backprop", "sensitivity", bias_not_counted),
+    Fault("gradient at the scores not clipped", "clipless", "sensitivity", scores_not_clipped),
+    Fault("noise for half of the clip at the scores", "clipless", "sensitivity", clip_without_noise),
+    Fault("bias at many positions counted once", "clipless", "sensitivity", bias_counted_once),
+    Fault("input not bounded", "clipless", "sensitivity", unbounded_input),
+    Fault("a constraint that was not proved", "clipless", "sensitivity", trusted_constraint),
     Fault("factor 2 missing for ternary", "ternary in three micro-batches", "sensitivity", half_the_sensitivity),
     Fault("ternary in chunks", "ternary in three micro-batches", "sensitivity", consecutive_chunks),
     Fault("clip before discretising", "ternary", "sensitivity", clip_before_discretising),

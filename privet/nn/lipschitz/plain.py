@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..activations import TemperedSigmoid
@@ -150,6 +151,14 @@ def _flatten(layer: nn.Flatten, x: Bound) -> Constants:
         refuse(layer, "with start_dim=0 mixes the records. Use start_dim=1.")
     flat = math.prod(x.shape[start - 1 : end])
     return Constants(Bound(x.norm, (*x.shape[: start - 1], flat, *x.shape[end:])), 1.0)
+
+
+@constants_for(nn.Unflatten)
+def _unflatten(layer: nn.Unflatten, x: Bound) -> Constants:
+    if not isinstance(layer.dim, int) or layer.dim in (0, -len(x.shape) - 1):
+        refuse(layer, "must name the axis by its number, and that of the records, 0, must stay as it is.")
+    record = torch.empty(0, *x.shape, device="meta")
+    return Constants(Bound(x.norm, tuple(record.unflatten(layer.dim, layer.unflattened_size).shape[1:])), 1.0)  # type: ignore[no-untyped-call]
 
 
 @constants_for(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
