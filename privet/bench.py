@@ -5,7 +5,8 @@ of many. Memory: the peak of a fresh process for each (the accountant, which no 
 takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever memory
 layout is faster for the model; the private one may choose its layout too. Both keep freed memory (`privet.memory`), as
 every run does unless it is told not to, which makes both faster. A private step is a whole one: forward and
-backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step.
+backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step. `against` another method, that
+method's step (with cross-entropy) takes the place of the ordinary one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from .errors import ConfigError, PrivetError
+from .losses import loss as make_loss
 from .memory import keep_freed_memory
 from .methods import Method
 from .nn.models import EXAMPLE_SHAPES, build
@@ -47,12 +49,18 @@ class Case:
     model: str
     batch: int
     seed: int = 0
+    loss: str = "ce"
+    """What is minimised, in the step that is measured."""
 
     def __post_init__(self) -> None:
         if self.model not in EXAMPLE_SHAPES:
             raise ConfigError(f"No benchmark for model '{self.model}'. There are: {', '.join(EXAMPLE_SHAPES)}.")
         if self.batch < 1:
             raise ConfigError(f"batch must be at least 1, and is {self.batch}.")
+        if self.loss != "ce" and self.classes == 1:
+            raise ConfigError(
+                f"Model '{self.model}' is measured with one score, which the loss '{self.loss}' has no use for."
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,20 +87,21 @@ class Case:
         model = build(self.model, input_shape=self.shape, classes=self.classes, seed=self.seed)
         return model.to(memory_format=torch.channels_last) if layout == "channels_last" else model  # type: ignore[call-overload]
 
-    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        if self.classes == 1:
-            return F.binary_cross_entropy_with_logits(outputs.squeeze(1), y.float(), reduction="none")
-        return F.cross_entropy(outputs, y, reduction="none")
+    def losses(self, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        """(scores, targets) to a vector."""
+        if self.classes > 1:
+            return make_loss(self.loss, model)
+        return lambda scores, y: F.binary_cross_entropy_with_logits(scores.squeeze(1), y.float(), reduction="none")
 
 
 def ordinary(case: Case, layout: str) -> Callable[[], None]:
     """An ordinary training step with momentum SGD."""
     model, (x, y) = case.network(layout), case.records(layout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), case.losses(model)
 
     def step() -> None:
         optimizer.zero_grad()
-        case.losses(model(x), y).mean().backward()  # type: ignore[no-untyped-call]
+        losses(model(x), y).mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step
@@ -113,40 +122,48 @@ def private(case: Case, layout: str, method: Method, ledger: Path, keep_memory: 
         ledger=ledger / f"{layout}.ledger",
         keep_memory=keep_memory,
     )
+    losses = case.losses(model)  # its hooks come after the method's
     chunk = Chunk(size=case.batch, last_of_unit=True)
 
     def step() -> None:
         optimizer.zero_grad()
         private_step = Step(iter([((x, y), chunk)]), run.session, run.source, run._rules, run._record)
         for inputs, labels in private_step:
-            private_step.backward(case.losses(model(inputs), labels))
+            private_step.backward(losses(model(inputs), labels))
         optimizer.step()
 
     return step
 
 
-def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: bool = True) -> dict[str, Any]:
+def measure(
+    case: Case, method: Method, *, against: Method | None = None, repetitions: int = 15, keep_memory: bool = True
+) -> dict[str, Any]:
     """Times and peak memory of both steps, with their ratios; `keep_memory` holds for both."""
     if repetitions < 1:
         raise ConfigError(f"repetitions must be at least 1, and is {repetitions}.")
     if keep_memory:
         keep_freed_memory()
-    times = _times(case, method, repetitions, keep_memory)
+    plain = replace(case, loss="ce")
+    compared = {"base": (plain, against), "private": (case, method)}
+    times = _times(compared, repetitions, keep_memory)
     best: dict[str, str] = {}
-    for kind in ("ordinary", "private"):
+    for kind in compared:
         _, best[kind] = min((times[kind, layout], layout) for layout in case.layouts)
     seconds = {kind: times[kind, layout] for kind, layout in best.items()}
-    peaks = {kind: _peak(case, kind, layout, method, keep_memory) for kind, layout in best.items()}
+    peaks = {kind: _peak(*compared[kind], layout, keep_memory) for kind, layout in best.items()}
+    base = "ordinary" if against is None else against.name
     return {
         "model": case.model,
         "batch": case.batch,
         "method": method.name,
-        "ratio": seconds["private"] / seconds["ordinary"],
-        "memory_ratio": peaks["private"]["peak"] / peaks["ordinary"]["peak"],
-        "memory_ratio_above_import": _above_import(peaks["private"]) / _above_import(peaks["ordinary"]),
-        "ordinary_ms": 1e3 * seconds["ordinary"],
+        "loss": case.loss,
+        "against": base,
+        "ratio": seconds["private"] / seconds["base"],
+        "memory_ratio": peaks["private"]["peak"] / peaks["base"]["peak"],
+        "memory_ratio_above_import": _above_import(peaks["private"]) / _above_import(peaks["base"]),
+        "base_ms": 1e3 * seconds["base"],
         "private_ms": 1e3 * seconds["private"],
-        "ordinary_mib": peaks["ordinary"]["peak"] / 1024,
+        "base_mib": peaks["base"]["peak"] / 1024,
         "private_mib": peaks["private"]["peak"] / 1024,
         "layouts": best,
         "keep_memory": keep_memory,
@@ -156,12 +173,18 @@ def measure(case: Case, method: Method, *, repetitions: int = 15, keep_memory: b
     }
 
 
-def _times(case: Case, method: Method, repetitions: int, keep_memory: bool) -> dict[tuple[str, str], float]:
+_Compared = Mapping[str, tuple[Case, Method | None]]
+"""What is measured, by kind; no method stands for an ordinary step."""
+
+
+def _times(compared: _Compared, repetitions: int, keep_memory: bool) -> dict[tuple[str, str], float]:
     with tempfile.TemporaryDirectory() as folder:
         steps: dict[tuple[str, str], Callable[[], None]] = {}
-        for layout in case.layouts:
-            steps["ordinary", layout] = ordinary(case, layout)
-            steps["private", layout] = private(case, layout, method, Path(folder), keep_memory)
+        for kind, (case, method) in compared.items():
+            for layout in case.layouts:
+                place = Path(folder, kind)
+                place.mkdir(exist_ok=True)
+                steps[kind, layout] = _step(case, method, layout, place, keep_memory)
         taken: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
         for turn in range(_WARM_UP + repetitions):
             for key, step in steps.items():
@@ -173,28 +196,33 @@ def _times(case: Case, method: Method, repetitions: int, keep_memory: bool) -> d
     return {key: statistics.median(values) for key, values in taken.items()}
 
 
+def _step(case: Case, method: Method | None, layout: str, folder: Path, keep_memory: bool) -> Callable[[], None]:
+    return ordinary(case, layout) if method is None else private(case, layout, method, folder, keep_memory)
+
+
 def _above_import(peak: dict[str, int]) -> int:
     return peak["peak"] - peak["imported"]
 
 
-def _peak(case: Case, kind: str, layout: str, method: Method, keep_memory: bool) -> dict[str, int]:
+def _peak(case: Case, method: Method | None, layout: str, keep_memory: bool) -> dict[str, int]:
     """Peak resident memory (KiB) of a fresh process that does a few steps, and what it had before the first."""
-    options = {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]
-    task: dict[str, Any] = {"model": case.model, "batch": case.batch, "kind": kind, "layout": layout}
-    task |= {"method": method.name, "keep_memory": keep_memory}
+    task: dict[str, Any] = {"case": asdict(case), "layout": layout, "keep_memory": keep_memory, "method": None}
+    if method is not None:
+        options = {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]
+        task |= {"method": method.name, "options": options}
     process = subprocess.run(
         [
             sys.executable,
             "-m",
             "privet.bench",
-            json.dumps(task | {"options": options, "threads": torch.get_num_threads()}),
+            json.dumps(task | {"threads": torch.get_num_threads()}),
         ],
         capture_output=True,
         text=True,
         check=False,
     )
     if process.returncode:
-        raise PrivetError(f"The memory of a {kind} step could not be measured: {process.stderr.strip()[-500:]}")
+        raise PrivetError(f"The memory of a step could not be measured: {process.stderr.strip()[-500:]}")
     result: dict[str, int] = json.loads(process.stdout)
     return result
 
@@ -214,14 +242,11 @@ def _memory_worker(task: dict[str, Any]) -> None:
     torch.set_num_threads(task["threads"])
     if task["keep_memory"]:
         keep_freed_memory()
-    case = Case(model=task["model"], batch=task["batch"])
+    case = Case(**task["case"])
+    method = None if task["method"] is None else method_named(task["method"], **task["options"])
     imported = _peak_of_this_process()
     with tempfile.TemporaryDirectory() as folder:
-        if task["kind"] == "ordinary":
-            step = ordinary(case, task["layout"])
-        else:
-            method = method_named(task["method"], **task["options"])
-            step = private(case, task["layout"], method, Path(folder), task["keep_memory"])
+        step = _step(case, method, task["layout"], Path(folder), task["keep_memory"])
         for _ in range(_MEMORY_STEPS):
             step()
         peak = _peak_of_this_process()

@@ -19,10 +19,17 @@ from privet.methods import method
 def test_the_command_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--model", "mlp", "--batch", "16", "--repetitions", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["ratio"] == pytest.approx(result["private_ms"] / result["ordinary_ms"])
-    assert result["memory_ratio"] == pytest.approx(result["private_mib"] / result["ordinary_mib"])
+    assert result["ratio"] == pytest.approx(result["private_ms"] / result["base_ms"])
+    assert result["memory_ratio"] == pytest.approx(result["private_mib"] / result["base_mib"])
     assert result["ratio"] > 0.5 and result["memory_ratio"] > 0.5
-    assert set(result["layouts"]) == {"ordinary", "private"}
+    assert result["against"] == "ordinary" and set(result["layouts"]) == {"base", "private"}
+
+
+def test_one_method_or_loss_against_another(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "backprop-mnist", "--batch", "4", "--repetitions", "1", "--against", "per-example"]
+    assert main(["bench", *options, "--method", "ternary", "--loss", "losing-less"]) == 0
+    said = capsys.readouterr().out
+    assert "ternary with losing-less against per-example" in said
 
 
 def test_a_private_step_is_a_whole_one(tmp_path: Path) -> None:
@@ -37,6 +44,8 @@ def test_a_private_step_is_a_whole_one(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="No benchmark for model 'vgg'"):
         Case(model="vgg", batch=4)
+    with pytest.raises(ConfigError, match="one score, which the loss 'sse'"):
+        Case(model="mlp", batch=4, loss="sse")
     with pytest.raises(ConfigError, match="batch must be at least 1"):
         Case(model="mlp", batch=0)
     with pytest.raises(ConfigError, match="repetitions"):

@@ -19,6 +19,11 @@ DEFAULT_BATCHES = {
     "resnet18-bn": 64,
     "backprop-mnist": 512,
     "backprop-cifar": 256,
+    "lipschitz-mlp": 8192,
+    "lipschitz-lenet": 512,
+    "lipschitz-vgg": 256,
+    "lipschitz-resnet": 256,
+    "lipschitz-mixer": 256,
 }
 
 
@@ -29,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the method, say groups=layer"
     )
+    parser.add_argument(
+        "--against", metavar="METHOD", help="compare with the step of another method, in place of an ordinary one"
+    )
+    parser.add_argument("--loss", default="ce", help="what is minimised in the measured step (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=15, help="steps of each kind (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads for torch (default: its own choice)")
     parser.add_argument(
@@ -48,15 +57,21 @@ def main(args: argparse.Namespace) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    case = Case(model=args.model, batch=DEFAULT_BATCHES[args.model] if args.batch is None else args.batch)
+    batch = DEFAULT_BATCHES[args.model] if args.batch is None else args.batch
+    case = Case(model=args.model, batch=batch, loss=args.loss)
     result = measure(
-        case, method_from(args.method, args.option), repetitions=args.repetitions, keep_memory=args.keep_memory
+        case,
+        method_from(args.method, args.option),
+        against=None if args.against is None else method_from(args.against, []),
+        repetitions=args.repetitions,
+        keep_memory=args.keep_memory,
     )
     if args.json:
         print(json.dumps(result))
         return 0
-    print(f"{case.model}, batch {case.batch}, {args.method}, {result['threads']} threads")
-    print(f"  time    {result['ordinary_ms']:8.1f} ms → {result['private_ms']:8.1f} ms   ratio {result['ratio']:.2f}")
-    memory = f"{result['ordinary_mib']:8.0f} MiB → {result['private_mib']:7.0f} MiB"
+    what = f"{args.method} with {case.loss} against {result['against']}"
+    print(f"{case.model}, batch {case.batch}, {what}, {result['threads']} threads")
+    print(f"  time    {result['base_ms']:8.1f} ms → {result['private_ms']:8.1f} ms   ratio {result['ratio']:.2f}")
+    memory = f"{result['base_mib']:8.0f} MiB → {result['private_mib']:7.0f} MiB"
     print(f"  memory  {memory}  ratio {result['memory_ratio']:.2f}")
     return 0
