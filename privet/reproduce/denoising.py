@@ -54,8 +54,8 @@ _POSTERIOR: Mapping[str, Any] = {"denoise": "posterior", "denoise_bound": 0.02, 
 _HARD: Mapping[str, Any] = {"denoise": "hard", "denoise_bound": 0.02, "denoise_threshold": 0.001}
 """The paper's rule with hypotheses that the gradients here can tell apart: ν and the bound of order of the noise."""
 
-# Learning rates of 0.15 (the paper's), 0.5, 1 and 2 were tried on validation records, one seed each, and ν and the bound
-# of the hard rule (docs/results/denoising.md).
+# Learning rates of 0.15 (the paper's), 0.5, 1 and 2 were tried on validation records, one seed each, and ν and the
+# bound of the hard rule (docs/results/denoising.md).
 _ABLATION: Mapping[str, tuple[tuple[str, Mapping[str, Any]], Mapping[str, Any], float, str]] = {
     "dp-sgd": (_DP_SGD, {}, 2.0, "neither"),
     "dp-sgd+posterior": (_DP_SGD, _POSTERIOR, 2.0, "posterior mean, priors from the noisy history"),
