@@ -329,7 +329,7 @@ def test_help_tells_whose_an_option_is(capsys: pytest.CaptureFixture[str]) -> No
     parts = capsys.readouterr().out.split("options of --method ")[1:]
     words = [(word.strip(","), part.partition(":")[0]) for part in parts for word in part.split()]
     owners = {word: title for word, title in words if word.startswith("--")}
-    assert owners["--adaptive"] == "layerwise or per-example or ternary"
+    assert owners["--adaptive"] == "clipless or layerwise or per-example or ternary"
     assert owners["--record-groups"] == "batch or ternary"
     assert owners["--clip"] == "batch or layerwise or per-example or ternary" and owners["--sparsify"] == "batch"
     assert owners["--input-clip"] == "backprop" and owners["--allocation"].startswith("backprop or batch or")

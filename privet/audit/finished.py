@@ -100,8 +100,7 @@ def _data(folder: Path, config: TrainConfig) -> Data:
         data = load_data(config)
     except ConfigError as error:
         raise ConfigError(
-            f"The records of the run in {folder} cannot be had again, and without them nobody's membership can be "
-            f"inferred: {error}"
+            f"The records of the run in {folder} cannot be had again, and nothing can be measured without them: {error}"
         ) from error
     if data.train.tensors[1].is_floating_point():
         raise ConfigError(f"The run in {folder} predicts numbers, and these attacks are for classes only.")

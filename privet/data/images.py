@@ -46,8 +46,8 @@ _FASHION = (
 _CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 # ImageNet's published channel statistics, customary for CIFAR-10 too: they come from other, public images.
-_IMAGENET_MEAN = (0.485, 0.456, 0.406)
-_IMAGENET_STD = (0.229, 0.224, 0.225)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def digits(data_dir: Path | None) -> Data:
@@ -166,7 +166,7 @@ def _cifar_records(path: Path) -> Bytes:
 
 
 def _cifar_tensors(records: Bytes) -> TensorDataset:
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_IMAGENET_MEAN, _IMAGENET_STD))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     x = _scaled(records[:, 1:].reshape(-1, 3, 32, 32)).sub_(mean).div_(std)
     return TensorDataset(x, torch.from_numpy(records[:, 0].astype(np.int64)))
 

@@ -1,4 +1,4 @@
-"""Tables of a user's own, CSV or Parquet, turned into numbers by maps fixed before the data was seen."""
+"""Tables of a user's own, CSV, Parquet or NumPy, turned into numbers by maps fixed before the data was seen."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from torch.utils.data import TensorDataset
 from privet.data.base import Data, coins
 from privet.errors import ConfigError
 
-SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet")
+SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".npz")
 
 _MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 _CODE_BITS = 16
@@ -35,6 +37,14 @@ Floats = NDArray[np.float64]
 class _Table:
     columns: dict[str, list[str]]
     places: Sequence[str]  # where each row stands in the file, for messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoded:
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+    labels: tuple[str, ...]
+    users: list[str] | None = None
 
 
 def load_table(
@@ -53,11 +63,37 @@ def load_table(
     - Any other column becomes 16 numbers of size 1/4, whose signs hash the column's name and the value.
     - The classes are the values of `target`.
     - The column `users` says whose row each is; it is no input, and all rows of a user are held out or none.
+    - A NumPy archive (.npz) holds the numbers X, one row for each record, and the class numbers y. Its columns are
+      named 0, 1, 2 and so on and its target y; no number may be missing, so no column says which are.
 
     Formal guarantee: with the columns' names and types and the set of target labels public, each row of the
     result is a function of that row alone, and the split is 1-stable (see `privet.data.base.coins`). No mean,
     range or vocabulary of a column is used.
     """
+    if path.suffix.lower() == ".npz":
+        table = _encode_archive(path, target, users, dict(bounds or {}))
+    else:
+        table = _encode_columns(path, target, users, dict(bounds or {}))
+    inputs, targets, ids = torch.from_numpy(table.x), torch.from_numpy(table.y), table.users
+    out = coins(inputs, targets, fraction=test_fraction, key=f"{seed} test", users=ids)
+    return Data(
+        name=path.name,
+        train=TensorDataset(inputs[~out], targets[~out]),
+        test=TensorDataset(inputs[out], targets[out]),
+        users=None if ids is None else tuple(u for u, gone in zip(ids, out.tolist(), strict=True) if not gone),
+        classes=len(table.labels),
+        labels=table.labels,
+        input_shape=(table.x.shape[1],),
+        description="Numbers were scaled by a fixed function or by bounds given with the run, and other "
+        "values hashed; no statistic of the records was used. The columns' names and types and the set of "
+        f"target labels count as public. About {test_fraction:g} of the records are held out, each by its "
+        "own coin, and not trained on.",
+    )
+
+
+def _encode_columns(
+    path: Path, target: str | None, users: str | None, bounds: dict[str, tuple[float, float]]
+) -> _Encoded:
     table = _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_csv(path)
     if target is None or target not in table.columns:
         wrong = "No target column was named" if target is None else f"There is no column {target!r}"
@@ -73,27 +109,45 @@ def load_table(
     if not table.places:
         raise ConfigError(f"{path} has a header and no rows.")
     y, labels = _classes(path, target, table)
-    bounds = dict(bounds or {})
     _warn_of_open_columns([name for name in features if name not in bounds and _numbers(features[name]) is not None])
     x = np.concatenate([_encoded(name, cells, bounds.pop(name, None)) for name, cells in features.items()], axis=1)
+    _refuse_unused(path, bounds)
+    return _Encoded(x=x, y=y, labels=labels, users=None if users is None else table.columns[users])
+
+
+def _encode_archive(
+    path: Path, target: str | None, users: str | None, bounds: dict[str, tuple[float, float]]
+) -> _Encoded:
+    numbers, classes = _read_archive(path)
+    if target not in (None, "y"):
+        raise ConfigError(f"target is {target!r}, and that of a NumPy archive is its array y: leave target out.")
+    if users is not None:
+        raise ConfigError(f"users is {users!r}, and a NumPy archive does not say whose row each is: give a CSV table.")
+    if not _all_numbers(classes):
+        raise ConfigError(f"{path}: y is missing (NaN) in a row; remove the row or fill it in.")
+    if not _all_numbers(numbers):
+        raise ConfigError(
+            f"{path}: X has missing values (NaN). Fill them in, or give a CSV table, where a column more says which "
+            "values are missing."
+        )
+    y, labels = _numeric_classes("y", classes.astype(np.float64))
+    names = [str(i) for i in range(numbers.shape[1])]
+    _warn_of_open_columns([name for name in names if name not in bounds])
+    x = np.empty(numbers.shape, np.float32)
+    for i, name in enumerate(names):
+        column = np.nan_to_num(numbers[:, i].astype(np.float64))  # infinities become the largest float
+        x[:, i] = _scaled(name, column, bounds.pop(name, None))
+    _refuse_unused(path, bounds)
+    return _Encoded(x=x, y=y, labels=labels)
+
+
+def _refuse_unused(path: Path, bounds: Mapping[str, tuple[float, float]]) -> None:
     if bounds:
         raise ConfigError(f"bounds names {', '.join(map(repr, bounds))}, not a column of {path} to learn from.")
-    ids = None if users is None else table.columns[users]
-    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
-    out = coins(inputs, targets, fraction=test_fraction, key=f"{seed} test", users=ids)
-    return Data(
-        name=path.name,
-        train=TensorDataset(inputs[~out], targets[~out]),
-        test=TensorDataset(inputs[out], targets[out]),
-        users=None if ids is None else tuple(u for u, gone in zip(ids, out.tolist(), strict=True) if not gone),
-        classes=len(labels),
-        labels=labels,
-        input_shape=(x.shape[1],),
-        description="Numbers were scaled by a fixed function or by bounds given with the run, and other "
-        "values hashed; no statistic of the records was used. The columns' names and types and the set of "
-        f"target labels count as public. About {test_fraction:g} of the records are held out, each by its "
-        "own coin, and not trained on.",
-    )
+
+
+def _all_numbers(array: NDArray[Any]) -> bool:
+    return array.dtype.kind != "f" or not np.isnan(array).any()
 
 
 def _classes(path: Path, target: str, table: _Table) -> tuple[NDArray[np.int64], tuple[str, ...]]:
@@ -104,25 +158,35 @@ def _classes(path: Path, target: str, table: _Table) -> tuple[NDArray[np.int64],
             raise ConfigError(
                 f"{path}, {table.places[i]}: the target {target!r} is missing; remove the row or fill it in."
             )
-    if numbers is None:
-        values, y = np.unique(np.array(cells), return_inverse=True)
-        names = tuple(map(str, values))
-    else:  # 1 and 1.0 are one class, and 2 comes before 10
-        values, y = np.unique(numbers, return_inverse=True)
-        names = tuple(np.format_float_positional(value, trim="-") for value in values)
-    if len(names) > max(_FEWEST_SUSPICIOUS_CLASSES, len(cells) / 2):
-        raise ConfigError(
-            f"The target {target!r} takes {len(names)} different values in {len(cells)} rows, nearly one for each row, "
-            "as an identifier or a measurement does. Name a column of classes, or put the values into classes first."
-        )
-    if numbers is not None and len(names) > _MOST_NUMERIC_CLASSES:
+    if numbers is not None:
+        return _numeric_classes(target, numbers)
+    values, y = np.unique(np.array(cells), return_inverse=True)
+    names = tuple(map(str, values))
+    _check_classes(target, names, len(cells))
+    return y.astype(np.int64), names
+
+
+def _numeric_classes(target: str, numbers: Floats) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """1 and 1.0 are one class, and 2 comes before 10."""
+    values, y = np.unique(numbers, return_inverse=True)
+    names = tuple(np.format_float_positional(value, trim="-") for value in values)
+    _check_classes(target, names, len(numbers))
+    if len(names) > _MOST_NUMERIC_CLASSES:
         raise ConfigError(
             f"The target {target!r} takes {len(names)} different numbers, more than {_MOST_NUMERIC_CLASSES}: that is "
             "regression, and only classes can be predicted here. Put the numbers into classes first."
         )
+    return y.astype(np.int64), names
+
+
+def _check_classes(target: str, names: Sequence[str], rows: int) -> None:
+    if len(names) > max(_FEWEST_SUSPICIOUS_CLASSES, rows / 2):
+        raise ConfigError(
+            f"The target {target!r} takes {len(names)} different values in {rows} rows, nearly one for each row, "
+            "as an identifier or a measurement does. Name a column of classes, or put the values into classes first."
+        )
     if len(names) < 2:
         raise ConfigError(f"The target {target!r} is {names[0]!r} in every row; there is nothing to predict.")
-    return y.astype(np.int64), names
 
 
 def _warn_of_open_columns(names: Sequence[str]) -> None:
@@ -217,6 +281,38 @@ def _read_parquet(path: Path) -> _Table:
         for name, column in zip(header, table.columns, strict=True)
     }
     return _Table(columns=columns, places=[f"row {i}" for i in range(1, table.num_rows + 1)])
+
+
+def _read_archive(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """X and y. Nothing is unpickled: a pickle in a file of records could run any program."""
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array without a name")
+        with archive:
+            missing = [name for name in ("X", "y") if name not in archive]
+            if missing:
+                raise ConfigError(
+                    f"{path} has no array {' and no array '.join(missing)}. A table in a NumPy archive is X, the "
+                    f"numbers of each record, and y, their class numbers; there is {', '.join(archive) or 'nothing'}."
+                )
+            x, y = archive["X"], archive["y"]
+    except FileNotFoundError as error:
+        raise ConfigError(f"The table {path} does not exist.") from error
+    except (OSError, EOFError, ValueError, RuntimeError, BadZipFile, zlib.error) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a NumPy archive of numbers, as np.savez(file, X=numbers, y=classes) writes it: "
+            f"{error}."
+        ) from error
+    for name, array in (("X", x), ("y", y)):
+        if array.dtype.kind not in "biuf":
+            raise ConfigError(f"{path}: the array {name} must hold numbers, and holds {array.dtype}.")
+    if x.ndim != 2 or y.ndim != 1 or len(x) != len(y) or not x.size:
+        raise ConfigError(
+            f"{path}: X must have one row for each record, at least one column, and y one number for each record; "
+            f"their shapes are {x.shape} and {y.shape}."
+        )
+    return x, y
 
 
 def _checked_header(path: Path, header: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..accounting import Mechanism, count_for
 from ..data import load
@@ -31,18 +31,20 @@ from ..errors import CheckpointError, ConfigError
 from ..training import Progress, Result, TrainConfig, to_json, train
 from ..training.folder import drop_half_line
 
-_KEPT = ("accuracy", "epsilon", "delta", "noise_multiplier", "steps", "seconds")
+_KEPT = ("accuracy", "auroc", "epsilon", "delta", "noise_multiplier", "steps", "seconds")
 _OPTIONS = {"method_options": "method", "model_options": "model", "loss_options": "loss"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One configuration: fields of `TrainConfig`, and the accuracy that the paper has for it, if it has one."""
+    """One configuration: fields of `TrainConfig`, and what the paper measured with it, if it says so."""
 
     key: str
     settings: Mapping[str, Any]
     theirs: float | None = None
     note: str = ""
+    measure: Literal["accuracy", "auroc"] = "accuracy"
+    """What is told of it, on held-out records; auroc is for two classes."""
 
     @property
     def data(self) -> str:
@@ -69,7 +71,7 @@ class Study:
     about: str
     rows: Sequence[Row]
     epsilons: Sequence[float] = ()
-    """Accuracies are also told as they were when a training had cost so much, at the end of an epoch."""
+    """The measure is also told as it was when a training had cost so much, at the end of an epoch."""
 
     def __post_init__(self) -> None:
         keys = [row.key for row in self.rows]
@@ -162,9 +164,11 @@ def run_study(
             if result.ended == "interrupted":
                 break
             told = result.to_json()
-            line.update({name: told[name] for name in _KEPT})
+            line.update({name: told[name] for name in _KEPT if name in told})
             if study.epsilons:
-                line["on_the_way"] = on_the_way(result, study.epsilons)
+                line["on_the_way"] = on_the_way(result, study.epsilons, row.measure)
+            if row.measure not in told:
+                line["error"] = f"{row.measure} was not measured: it needs held-out records of two classes, and finite scores."
         line.update({"version": version("privet"), "settings": row.plain()})
         with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")
@@ -211,15 +215,15 @@ def _train(
     return train(config, on_progress=tell, stop=stop)
 
 
-def on_the_way(result: Result, epsilons: Sequence[float]) -> dict[str, float | None]:
-    """The accuracy at the end of the last epoch that was within each epsilon; None where there was none."""
+def on_the_way(result: Result, epsilons: Sequence[float], measure: str = "accuracy") -> dict[str, float | None]:
+    """The measure at the end of the last epoch that was within each epsilon; None where there was none."""
     mechanism = Mechanism.from_json(result.statement["mechanism"])
     paid_by = "epoch" if result.statement["sampling"]["rule"] == "Partition" else "step"
     lines = [json.loads(line) for line in (result.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found: dict[str, float | None] = {}
     for limit in epsilons:
         most = count_for(mechanism, limit, result.statement["delta"])
-        found[f"{limit:g}"] = next((line["accuracy"] for line in reversed(lines) if line[paid_by] <= most), None)
+        found[f"{limit:g}"] = next((line.get(measure) for line in reversed(lines) if line[paid_by] <= most), None)
     return found
 
 
@@ -252,17 +256,18 @@ class _TimeLeft:
 
 
 def _finished(study: Study, results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """By row and seed, the last line of the row's present settings that is not a failure."""
-    settings = {row.key: row.plain() for row in study.rows}
-    return {
-        (line["key"], line["seed"]): line
-        for line in results
-        if "error" not in line and settings.get(line["key"]) == line["settings"]
-    }
+    """By row and seed, the last line of the row's present settings that is not a failure and has its measure."""
+    rows = {row.key: (row.plain(), row.measure) for row in study.rows}
+    found = {}
+    for line in results:
+        settings, measure = rows.get(line["key"], (None, ""))
+        if "error" not in line and settings == line["settings"] and measure in line:
+            found[line["key"], line["seed"]] = line
+    return found
 
 
 def summary(study: Study, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What is known of each row: accuracy over the seeds, the true epsilon (the largest), and what failed."""
+    """What is known of each row: its measure over the seeds, the true epsilon (the largest), and what failed."""
     finished = _finished(study, results)
     rows = []
     for row in study.rows:
@@ -276,7 +281,7 @@ def summary(study: Study, results: Sequence[Mapping[str, Any]]) -> list[dict[str
             and line["seed"] not in seeds
             and line["settings"] == row.plain()
         }
-        accuracies = [float(line["accuracy"]) for line in mine]
+        values = [float(line[row.measure]) for line in mine]
         rows.append(
             {
                 "key": row.key,
@@ -284,9 +289,11 @@ def summary(study: Study, results: Sequence[Mapping[str, Any]]) -> list[dict[str
                 "theirs": row.theirs,
                 "note": row.note,
                 "seeds": sorted(seeds),
-                "accuracies": accuracies,
-                "mean": statistics.mean(accuracies) if accuracies else None,
-                "std": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+                "accuracies": [float(line["accuracy"]) for line in mine],
+                "measure": row.measure,
+                "values": values,
+                "mean": statistics.mean(values) if values else None,
+                "std": statistics.stdev(values) if len(values) > 1 else None,
                 "epsilon": max((float(line["epsilon"]) for line in mine), default=None),
                 "delta": max((float(line["delta"]) for line in mine), default=None),
                 "seconds": statistics.mean(line["seconds"] for line in mine) if mine else None,
@@ -301,14 +308,15 @@ def summary(study: Study, results: Sequence[Mapping[str, Any]]) -> list[dict[str
 
 
 def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
-    """The study in Markdown, a table for each first part of the keys: mean and deviation of the test accuracy."""
+    """The study in Markdown, a table for each first part of the keys: mean and deviation of what is measured."""
     known = {row["key"]: row for row in summary(study, results)}
     blocks = [f"# {study.title}", study.about]
     for section, found in groupby(study.rows, key=lambda row: row.key.partition("/")[0]):
         rows = list(found)
         shared = _shared(rows)
         within = [f"within {epsilon:g}" for epsilon in study.epsilons]
-        head = ["row", "settings that differ", *within, "true epsilon", "ours", "theirs", "note"]
+        measures = " or ".join(sorted({row.measure for row in rows}))
+        head = ["row", "settings that differ", *within, "true epsilon", f"{measures}, ours", "theirs", "note"]
         lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
         for row in rows:
             own = {name: value for name, value in _flat(row.settings).items() if name not in shared}
@@ -325,8 +333,8 @@ def table(study: Study, results: Sequence[Mapping[str, Any]]) -> str:
 
 def _ours(known: Mapping[str, Any]) -> str:
     parts = []
-    if known["accuracies"]:
-        count = len(known["accuracies"])
+    if known["values"]:
+        count = len(known["values"])
         spread = "" if known["std"] is None else f" ± {100 * known['std']:.2f}"
         parts.append(f"{100 * known['mean']:.2f}{spread}% ({count} seed{'s' if count > 1 else ''})")
     if known["failed"]:
@@ -335,9 +343,9 @@ def _ours(known: Mapping[str, Any]) -> str:
     return "; ".join(parts) or "not run"
 
 
-def _mean(accuracies: Sequence[float | None]) -> str:
+def _mean(values: Sequence[float | None]) -> str:
     """Of those that are known, with their deviation."""
-    known = [100 * accuracy for accuracy in accuracies if accuracy is not None]
+    known = [100 * value for value in values if value is not None]
     if not known:
         return "–"
     return f"{statistics.mean(known):.2f}" + (f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else "")

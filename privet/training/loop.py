@@ -62,6 +62,8 @@ class Result:
     statement: Mapping[str, Any]
     accuracy: float | None
     loss: float | None
+    auroc: float | None = None
+    """Area under the ROC curve, where there are two classes."""
     out: Path
     ledger: Path
     ledger_runs: int
@@ -73,6 +75,7 @@ class Result:
         return {
             "accuracy": self.accuracy,
             "loss": self.loss,
+            **_if_known(auroc=self.auroc),
             **{name: self.statement[name] for name in same},
             "planned": self.statement["planned"],
             "data": self.config.data,
@@ -151,6 +154,7 @@ def train(
                 statement=run.statement(),
                 accuracy=training.accuracy,
                 loss=training.loss,
+                auroc=training.auroc,
                 out=place.folder,
                 ledger=ledger.path,
                 ledger_runs=sum(record.units > 0 for record in ledger.runs()),
@@ -197,7 +201,12 @@ def _statement(result: Result, data: Data) -> dict[str, Any]:
         "ended": result.ended,
         "data": {"name": data.name, "classes": data.classes, "description": data.description},
         "model": result.config.model,
-        "held_out": {"accuracy": result.accuracy, "loss": result.loss, "records": len(data.test)},
+        "held_out": {
+            "accuracy": result.accuracy,
+            "loss": result.loss,
+            **_if_known(auroc=result.auroc),
+            "records": len(data.test),
+        },
         "ledger_total": {"epsilon": result.ledger_total.epsilon, "runs": result.ledger_runs},
         "versions": {name: version(name) for name in ("privet", "torch", "dp-accounting")},
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -222,6 +231,7 @@ class _Training:
         self.on_progress, self.stop = on_progress, stop
         self.accuracy: float | None = None
         self.loss: float | None = None
+        self.auroc: float | None = None
         self.images = any(p.dim() == 4 for p in run.model.parameters())
         self.optimizer = _optimizer(config, run.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _schedule(config, run))
@@ -258,12 +268,12 @@ class _Training:
                 if not done:
                     self._save()
                     return "interrupted"
-                self.accuracy, self.loss = self._measure()
+                self._measure()
                 metrics.write(json.dumps(self._line(time.monotonic() - began)) + "\n")
                 metrics.flush()
         self._save()  # should handing over fail, the steps need not be done and paid for again
         if self.accuracy is None or self.run.steps_done < self.run.plan.steps:
-            self.accuracy, self.loss = self._measure()
+            self._measure()
         return "finished" if self.run.steps_done >= self.run.plan.steps else "budget"
 
     def _standardise(self) -> None:
@@ -322,6 +332,7 @@ class _Training:
             "epoch": progress.epoch,
             "accuracy": self.accuracy,
             "loss": self.loss if self.loss is None or math.isfinite(self.loss) else None,
+            **_if_known(auroc=self.auroc),
             "seconds": round(seconds, 3),
             **({"diagnostics": self._diagnostics()} if self.config.report else {}),
         }
@@ -332,19 +343,17 @@ class _Training:
         return diagnose(self.run.model, self.criterion, self._laid_out(x[:RECORDS]), y, self.run.method.record_clip)
 
     @torch.no_grad()
-    def _measure(self) -> tuple[float, float]:
-        """Accuracy and mean cross-entropy, whatever is minimised, on the held-out records."""
+    def _measure(self) -> None:
+        """Accuracy, mean cross-entropy, whatever is minimised, and for two classes AUROC, on the held-out records."""
         model = self.released
         if self.data.public is not None:  # BatchNorm's statistics, of these weights and public records only
             update_bn([self._laid_out(x) for x in torch.split(self.data.public.tensors[0], _EVALUATION_BATCH)], model)
         model.eval()
-        right, loss = 0, 0.0
         x, y = self.data.test.tensors
-        for xs, ys in zip(torch.split(x, _EVALUATION_BATCH), torch.split(y, _EVALUATION_BATCH), strict=True):
-            scores = model(self._laid_out(xs)).float()
-            right += int((scores.argmax(1) == ys).sum())
-            loss += float(cross_entropy(scores, ys, reduction="sum"))
-        return right / len(y), loss / len(y)
+        scores = torch.cat([model(self._laid_out(xs)).float() for xs in torch.split(x, _EVALUATION_BATCH)])
+        self.accuracy = int((scores.argmax(1) == y).sum()) / len(y)
+        self.loss = float(cross_entropy(scores, y, reduction="none").double().mean())
+        self.auroc = _auroc(scores, y) if self.data.classes == 2 else None
 
     def _laid_out(self, x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last) if self.images and x.dim() == 4 else x
@@ -352,6 +361,20 @@ class _Training:
     def _save(self) -> None:
         self.run.save(self.folder / "checkpoint.pt", **self.stateful)
         self.saved = time.monotonic()
+
+
+def _auroc(scores: Tensor, y: Tensor) -> float | None:
+    """The chance that a record of class 1 scores above one of class 0; None where it is not defined."""
+    from sklearn.metrics import roc_auc_score  # noqa: PLC0415 (takes a second)
+
+    preferred = scores[:, 1].double() - scores[:, 0].double()
+    if not preferred.isfinite().all() or len(y.unique()) < 2:
+        return None
+    return float(roc_auc_score(y.numpy(), preferred.numpy()))
+
+
+def _if_known(**facts: Any) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 class _Clock:
