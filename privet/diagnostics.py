@@ -27,7 +27,7 @@ RECORDS = 512
 _CHUNK = 128
 _PER_DECADE, _FIRST, _LAST = 4, -4, 3
 _EDGES = [10 ** (k / _PER_DECADE) for k in range(_FIRST * _PER_DECADE, _LAST * _PER_DECADE + 1)]
-_QUANTILES = {"min": 0.0, "10%": 0.1, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9, "max": 1.0}
+_QUANTILES = {"10%": 0.1, "25%": 0.25, "50%": 0.5, "75%": 0.75, "90%": 0.9}
 
 
 def diagnose(

@@ -37,6 +37,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.data import TensorDataset
 
 from .data import Records, collate
@@ -145,6 +146,10 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             self.privacy_ = self._statement(run)
         self.epsilon_: float = self.privacy_["epsilon"]
         model.zero_grad(set_to_none=True)
+        for module in list(model.modules()):  # a parametrised layer cannot be pickled
+            if parametrize.is_parametrized(module):
+                for attribute in list(module.parametrizations):  # type: ignore[arg-type]
+                    parametrize.remove_parametrizations(module, attribute)
         self.model_ = model.double().requires_grad_(False).eval()
         return self
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .errors import ConfigError, Refused
+from .hooks import only_looks
 from .options import option
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -311,6 +312,7 @@ class PreActivations:
         self.close()
 
     def _begin(self, model: nn.Module) -> Any:
+        @only_looks
         def begin(called: nn.Module, _args: Any) -> None:
             if called is model:  # a copy of the model has these hooks too
                 self._seen = []
@@ -319,6 +321,7 @@ class PreActivations:
         return begin
 
     def _look(self, name: str, layer: nn.Module) -> Any:
+        @only_looks
         def look(called: nn.Module, _args: Any, output: Any) -> None:
             if called is not layer:
                 return

@@ -75,7 +75,7 @@ class Probe:
 
     def _made_up(self, slots: list[int]) -> Any:
         """Items are made up before they are collated: a collate function may mix records, and must be seen to."""
-        return self._collate([_with_random_numbers(self._items[slot % len(self._items)], slot) for slot in slots])
+        return self._collate([with_random_numbers(self._items[slot % len(self._items)], slot) for slot in slots])
 
     def _refuse_changed_buffers(self, before: dict[str, Tensor]) -> None:
         now = dict(self._model.named_buffers())
@@ -106,7 +106,7 @@ class Probe:
         )
 
 
-def _with_random_numbers(item: Any, slot: int) -> Any:
+def with_random_numbers(item: Any, slot: int) -> Any:
     generator = torch.Generator().manual_seed(slot)
 
     def random(leaf: Any) -> Any:

@@ -31,7 +31,7 @@ from .memory import keep_freed_memory
 from .methods import Method, Query, Sensitivity, Setting
 from .noise import Level, Source
 from .planning import Budget, Plan, plan, steps_within
-from .probe import Probe
+from .probe import Probe, with_random_numbers
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
 from .step import PostProcess, Rules, Step, noise_stds
 
@@ -303,6 +303,7 @@ class Run:
                 f"No further query with noise {noise!r} was planned, and the budget is shared out: name each one's "
                 "noise when the run is made, Run(…, queries=[…])."
             )
+        self._refuse_mixed(vectors)
         totals = self._bounded_sums(vectors, bounds)
         sums = [
             Query(f"query {i}", total, Sensitivity.of_contribution(bound))
@@ -320,6 +321,21 @@ class Run:
         return [(self.source.add_noise(total, std), std) for total, std in zip(totals, stds, strict=True)]
 
     @torch.no_grad()
+    def _refuse_mixed(self, vectors: Callable[[Any], Sequence[Tensor]]) -> None:
+        """Rule 6, on made-up records: a record's vectors are the same, whoever else is in its batch."""
+        if not self._items:
+            return
+        made_up = [with_random_numbers(self._items[i % len(self._items)], i) for i in range(3)]
+        together, alone = (vectors(self._options["collate_fn"](items)) for items in (made_up, made_up[:1]))
+        for part, own in zip(together, alone, strict=True):
+            if part.shape[1:] != own.shape[1:] or not torch.allclose(
+                part[0].double(), own[0].double(), rtol=1e-3, atol=1e-6, equal_nan=True
+            ):
+                raise Refused(
+                    "The vector of one record changes with the others in its batch: compute each from its record alone."
+                )
+
+    @torch.no_grad()
     def _bounded_sums(self, vectors: Callable[[Any], Sequence[Tensor]], bounds: Sequence[float]) -> list[Tensor]:
         """Formal guarantee: one record (or user) adds at most its bound to each sum, in L2 norm and up to rounding."""
         chunk = self._physical or _UNMEASURED
@@ -334,6 +350,11 @@ class Run:
                 raise Refused(
                     f"A query with {len(bounds)} bounds over {len(share)} records needs as many tensors (records, "
                     f"size), and got {[tuple(part.shape) for part in rows]}."
+                )
+            if totals and [len(total) for total in totals] != [part.shape[1] for part in rows]:
+                raise Refused(
+                    "The vectors of a query change their size from one batch of records to the next: they must have "
+                    "one size for all, whatever the records are."
                 )
             finite = torch.stack([part.isfinite().all(1) for part in rows]).all(0).unsqueeze(1)
             parts = [

@@ -17,6 +17,7 @@ import privet
 from privet.audit.sensitivity import check_sensitivity
 from privet.audit.subject import MethodSubject
 from privet.errors import CheckpointError, ConfigError, Refused
+from privet.hooks import only_looks
 from privet.losses import loss as make_loss
 from privet.methods import Query, Setting, method
 from privet.methods.clipless import Clipless, _CliplessSession
@@ -156,7 +157,7 @@ def test_no_loss_gets_around_the_clip(how: str) -> None:
     """Scores that are scaled in place, and losses that look at hidden layers, as hostile as can be."""
     model, (x, y) = network(), records()
     seen: list[Tensor] = []
-    model[1].register_forward_hook(lambda *a: seen.append(a[2]))  # type: ignore[index]
+    model[1].register_forward_hook(only_looks(lambda *a: seen.append(a[2])))  # type: ignore[index]
 
     def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         scores = model(x)
@@ -328,3 +329,142 @@ def test_ready_networks_train_with_every_loss(name: str) -> None:
         queries = step(session, model, [(x, y)], lambda model, x, y, c=criterion: c(model(x), y))
         assert all(0 < q.total.norm() <= 4 * q.sensitivity.add_remove for q in queries)
     session.close()
+
+
+# What a hostile review found
+
+
+def gets_around(model: nn.Module, losses: Callable[..., Tensor], chosen: Clipless | None = None) -> bool:
+    """Whether one record alone moves a sum by more than is declared; false if it is refused."""
+    session = (chosen or Clipless(gradient_clip=0.5)).open(model, SETTING)
+    x, y = records(1)
+    try:
+        return any(q.total.norm() > q.sensitivity.add_remove for q in step(session, model, [(3 * x, y)], losses))
+    finally:
+        session.close()
+
+
+def hooked(how: str) -> nn.Module:
+    model = network(None)
+    layer: Any = model[1]
+    if how == "forward hook":
+        layer.register_forward_hook(lambda m, a, o: 100 * o)
+    elif how == "forward pre-hook":
+        layer.register_forward_pre_hook(lambda m, a: (100 * a[0],))
+    elif how == "backward hook":
+        model[4].register_full_backward_hook(lambda m, i, o: (100 * i[0],))  # type: ignore[index]
+    elif how == "hook on the model":
+        model.register_forward_hook(lambda m, a, o: 100 * o)
+    elif how == "forward of its own":
+        inner = layer.forward
+        layer.forward = lambda x: 100 * inner(x)
+    else:
+        layer.weight.register_hook(lambda g: 100 * g)
+    return model
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["forward hook", "forward pre-hook", "backward hook", "hook on the model", "forward of its own", "tensor's hook"],
+)
+def test_models_that_do_not_compute_what_their_layers_say_are_refused(how: str) -> None:
+    with pytest.raises(Refused, match="a hook"):
+        gets_around(hooked(how), cross_entropy)
+
+
+def test_global_hooks_are_refused() -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, a, o: o)
+    try:
+        with pytest.raises(Refused, match="global hooks"):
+            Clipless().open(network(), SETTING)
+    finally:
+        handle.remove()
+
+
+def swapped(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(50)
+    scores = model(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.div_(50)
+    return F.cross_entropy(scores, y, reduction="none")
+
+
+def called_with_others(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    others = {name: 50 * p for name, p in model.named_parameters()}
+    return F.cross_entropy(torch.func.functional_call(model, others, (x,)), y, reduction="none")
+
+
+def wider(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    model[0].radius = 100.0  # type: ignore[index, assignment]
+    scores = model(x)
+    model[0].radius = 2.0  # type: ignore[index, assignment]
+    return F.cross_entropy(scores, y, reduction="none")
+
+
+@pytest.mark.parametrize("losses", [swapped, called_with_others, wider])
+def test_weights_that_change_within_a_step_are_refused(losses: Callable[..., Tensor]) -> None:
+    with pytest.raises(Refused, match="not those that the step began with"):
+        gets_around(network(None), losses)
+
+
+def test_nothing_comes_in_through_the_input() -> None:
+    def through_the_input(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model, 1e-3 * x + torch.sin(50 * model[1](x)).mean(1, keepdim=True), y)  # type: ignore[index]
+
+    assert not gets_around(network(None), through_the_input)
+
+
+def test_lower_precision_is_refused() -> None:
+    def half(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy(model, x, y)
+
+    with pytest.raises(Refused, match="leave autocast"):
+        gets_around(network(), half)
+
+
+@pytest.mark.parametrize("clip", [1e-12, 1e-6])
+def test_huge_gradients_at_the_scores_are_clipped_to_a_small_one(clip: float) -> None:
+    steep = lambda model, x, y: 3e37 * model(x).sum(1)  # noqa: E731
+    assert not gets_around(network(), steep, Clipless(gradient_clip=clip))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-160])
+def test_weights_of_almost_nothing_still_get_noise(size: float, dtype: torch.dtype) -> None:
+    model = network(None).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(size)
+    run = privet.Run(
+        model, TensorDataset(records(16)[0].to(dtype), records(16)[1]), method=Clipless(),
+        sampling=privet.Poisson(batch=8), budget=privet.Budget(noise=1.0, delta=1e-5, steps=1),
+    )  # fmt: skip
+    assert all(group["noise_std"] > 0 for group in run.groups())
+    for private in run.loader:
+        for a, b in private:
+            private.backward(cross_entropy(model, a, b))
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    run.close()
+
+
+@pytest.mark.parametrize("weights", [(1e-25, 1e25, 1e25), (1e25, 1e-25, 1e-25)])
+def test_numbers_that_float32_cannot_hold_are_refused(weights: tuple[float, ...]) -> None:
+    layers = [nn.Linear(4, 4, bias=False) for _ in weights]
+    for layer, size in zip(layers, weights, strict=True):
+        layer.weight.data.copy_(size * torch.eye(4))
+    with pytest.raises(Refused, match="grow beyond"):
+        Clipless().open(nn.Sequential(BoundedInput((4,)), *layers), SETTING)
+
+
+def test_one_score_has_a_clip_of_its_own() -> None:
+    model = nn.Sequential(BoundedInput((4,)), Linear(4, 1))
+    session = Clipless().open(model, SETTING)
+    assert isinstance(session, _CliplessSession) and session.gradient_clip == 1.0
+    session.close()
+    for bad in (math.inf, 1e300):
+        with pytest.raises(CheckpointError):
+            session.load_state({"gradient_clip": bad})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import pickle
 import random
 import struct
 import subprocess
@@ -429,6 +430,116 @@ class TestParquet:
             load(str(tmp_path / "false.parquet"), target="y")
         with pytest.raises(ConfigError, match="does not exist"):
             load(str(tmp_path / "absent.parquet"), target="y")
+
+
+def archive(path: Path, **arrays: object) -> str:
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    return str(path)
+
+
+class TestArchive:
+    X = np.array([[0.5, -3, 1e4], [2, 8, np.inf], [0, 0, -7], [9, -1, 2]] * 10) + np.arange(40)[:, None]
+
+    def test_is_scaled_as_csv_is_without_columns_of_missing_values(self, tmp_path: Path) -> None:
+        labels = np.arange(40) % 3 * 5
+        path = archive(tmp_path / "t.npz", X=self.X, y=labels)
+        rows = [",".join(map(repr, map(float, [*x, y]))) for x, y in zip(self.X, labels, strict=True)]
+        csv = load(write(tmp_path / "t.csv", "0,1,2,y", *rows), target="y", bounds={"1": (-2, 20)})
+        data = load(path, bounds={"1": (-2, 20)})
+        assert (data.classes, data.labels, data.input_shape) == (3, ("0", "5", "10"), (3,))
+        x, y = (torch.cat([part.tensors[i] for part in (data.train, data.test)]) for i in (0, 1))
+        same, other = (torch.cat([part.tensors[i] for part in (csv.train, csv.test)]) for i in (0, 1))
+        assert (x.dtype, y.dtype, x[:, 1].abs().max()) == (torch.float32, torch.int64, 1)
+        assert records(TensorDataset(x, y)) == records(TensorDataset(same[:, ::2].contiguous(), other))
+        assert "no statistic of the records" in data.description
+
+    @pytest.mark.parametrize("kind", ["<f4", ">f8", "i2", "u1", "?"])
+    def test_kinds_of_numbers(self, tmp_path: Path, kind: str) -> None:
+        rng = np.random.default_rng(0)
+        x, y = rng.integers(0, 2, (50, 4)).astype(kind), (np.arange(50) % 2).astype(kind)
+        data = load(archive(tmp_path / "t.npz", X=x, y=y), target="y")
+        assert data.labels == ("0", "1") and len(data.train) + len(data.test) == 50
+        assert sorted(set(data.train.tensors[0].flatten().tolist())) == pytest.approx([0, np.log(2)])
+
+    def test_extremes_do_not_overflow(self, tmp_path: Path) -> None:
+        x = np.array([[-(2**15)], [2**15 - 1]] * 20, dtype=np.int16)
+        data = load(archive(tmp_path / "t.npz", X=x, y=np.arange(40) % 2))
+        assert data.train.tensors[0].min() == pytest.approx(-np.log1p(2.0**15))
+
+    def test_one_row_more_moves_no_other(self, tmp_path: Path) -> None:
+        """And no statistic is used: the row that comes in is far from the others, and the others stay as they were."""
+        x, y = np.random.default_rng(1).normal(size=(200, 3)), np.arange(200) % 2
+        one = load(archive(tmp_path / "a.npz", X=x, y=y), seed=4)
+        x, y = np.insert(x, 7, 1e9, axis=0), np.insert(y, 7, 1)
+        more = load(archive(tmp_path / "b.npz", X=x, y=y), seed=4)
+        parts = [(one.train, more.train), (one.test, more.test)]
+        assert sum(distance(records(a), records(b)) for a, b in parts) == 1
+        assert records(load(str(tmp_path / "b.npz"), seed=5).test) != records(more.test)
+        assert everything(load("b.npz", data_dir=tmp_path, seed=5)) == everything(more)
+
+    def test_says_which_numbers_have_no_public_bounds(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = archive(tmp_path / "t.npz", X=self.X, y=np.arange(40) % 2)
+        load(path, bounds={"0": (0, 1), "1": (0, 1), "2": (0, 1)})
+        assert not caplog.records
+        load(path, bounds={"1": (0, 1)})
+        assert "numbers in '0', '2', so" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("arrays", "how", "says"),
+        [
+            ({"X": X}, {}, "has no array y. .*there is X"),
+            ({"a": X}, {}, "has no array X and no array y. .*there is a"),
+            ({}, {}, "there is nothing"),
+            ({"X": X, "y": np.arange(39) % 2}, {}, r"shapes are \(40, 3\) and \(39,\)"),
+            ({"X": X, "y": np.ones((40, 1))}, {}, r"shapes are \(40, 3\) and \(40, 1\)"),
+            ({"X": X[:, 0], "y": np.arange(40) % 2}, {}, r"shapes are \(40,\)"),
+            ({"X": X[:, :0], "y": np.arange(40) % 2}, {}, r"shapes are \(40, 0\)"),
+            ({"X": X[:0], "y": np.arange(0)}, {}, r"shapes are \(0, 3\)"),
+            ({"X": X.astype(str), "y": np.arange(40) % 2}, {}, "array X must hold numbers, and holds <U"),
+            ({"X": X.astype(complex), "y": np.arange(40) % 2}, {}, "array X must hold numbers"),
+            ({"X": X, "y": np.array(["a", "b"] * 20)}, {}, "array y must hold numbers"),
+            ({"X": X.astype(object), "y": np.arange(40) % 2}, {}, "cannot be read as a NumPy archive.*pickle"),
+            ({"X": np.where(X > 9, np.nan, X), "y": np.arange(40) % 2}, {}, "X has missing values .*CSV"),
+            ({"X": X, "y": np.where(np.arange(40) > 38, np.nan, 0)}, {}, "y is missing"),
+            ({"X": X, "y": np.zeros(40)}, {}, "'0' in every row"),
+            ({"X": X, "y": np.arange(40) / 3}, {}, "40 different values in 40 rows"),
+            ({"X": X, "y": np.arange(40) % 2}, {"target": "2"}, "target is '2'.*its array y"),
+            ({"X": X, "y": np.arange(40) % 2}, {"users": "0"}, "users is '0'.*CSV"),
+            ({"X": X, "y": np.arange(40) % 2}, {"bounds": {"3": (0, 1)}}, "bounds names '3'"),
+            ({"X": X, "y": np.arange(40) % 2}, {"bounds": {"2": (1, 0)}}, r"bounds\['2'\]=\(1, 0\)"),
+        ],
+    )  # fmt: skip
+    def test_names_what_is_wrong(self, tmp_path: Path, arrays: dict, how: dict, says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
+            load(archive(tmp_path / "t.npz", **arrays), **how)
+
+    def test_never_unpickles(self, tmp_path: Path) -> None:
+        class Trap:
+            def __reduce__(self) -> tuple[object, tuple[str]]:
+                return (Path.touch, (tmp_path / "sprung",))  # type: ignore[return-value]
+
+        trap = np.array([[Trap()]] * 4, dtype=object)
+        archive(tmp_path / "x.npz", X=trap, y=np.arange(4) % 2)
+        (tmp_path / "raw.npz").write_bytes(pickle.dumps(trap))
+        for name in ("x.npz", "raw.npz"):
+            with pytest.raises(ConfigError, match="cannot be read"):
+                load(str(tmp_path / name))
+        assert not (tmp_path / "sprung").exists()
+
+    def test_names_an_unreadable_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"absent\.npz does not exist"):
+            load(str(tmp_path / "absent.npz"))
+        whole = Path(archive(tmp_path / "whole.npz", X=self.X, y=np.arange(40) % 2)).read_bytes()
+        with (tmp_path / "single.npz").open("wb") as file:
+            np.save(file, self.X)
+        (tmp_path / "text.npz").write_text("a,b")
+        (tmp_path / "empty.npz").write_bytes(b"")
+        (tmp_path / "half.npz").write_bytes(whole[: len(whole) // 2])
+        (tmp_path / "harmed.npz").write_bytes(whole[:200] + b"\xff" * 50 + whole[250:])
+        (tmp_path / "folder.npz").mkdir()
+        for name in ("single", "text", "empty", "half", "harmed", "folder"):
+            with pytest.raises(ConfigError, match=rf"{name}\.npz cannot be read as a NumPy archive"):
+                load(str(tmp_path / f"{name}.npz"))
 
 
 def test_importing_stays_lean() -> None:

@@ -476,6 +476,12 @@ def test_queries_that_cannot_be_are_refused_in_a_sentence() -> None:
     with run_on(x) as run:
         with pytest.raises(Refused, match=r"needs as many tensors.*\(50, 4\)"):
             run.query(lambda batch: [batch[0]], bounds=[1.0, 2.0], noise=8.0)
+        with pytest.raises(Refused, match="changes with the others in its batch"):
+            run.query(lambda batch: [batch[0] - batch[0].mean(0)], bounds=[1.0], noise=8.0)
+        run._physical = 20
+        sizes = iter([4, 4, 4, 4, 1])  # on made-up records, then on 20, 20 and 10
+        with pytest.raises(Refused, match="change their size"):
+            run.query(lambda batch: [batch[0][:, : next(sizes)]], bounds=[1.0], noise=8.0)
         with pytest.raises(ConfigError, match="bounds must be positive"):
             run.query(lambda batch: [batch[0]], bounds=[0.0], noise=8.0)
         with pytest.raises(Refused, match="No further query"):

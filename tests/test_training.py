@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -97,6 +98,51 @@ def test_the_accuracy_is_that_of_the_released_model_on_held_out_records(tmp_path
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     x, y = load("digits").test.tensors
     assert result.accuracy == pytest.approx((model(x).argmax(1) == y).double().mean().item())
+
+
+def test_auroc_is_that_of_the_released_model_on_held_out_records_of_two_classes(tmp_path: Path) -> None:
+    """The oracle counts pairs, one of each class. One class is four times the other."""
+    rng = np.random.default_rng(0)
+    y = (np.arange(600) % 5 == 0).astype(int)
+    np.savez(tmp_path / "two.npz", X=rng.normal(size=(600, 3)) + y[:, None], y=y)
+    path = str(tmp_path / "two.npz")
+    result = train(
+        config(
+            tmp_path,
+            data=path,
+            batch=256,
+            ema=0.5,
+            noise=0.5,
+            noise_level="seeded",
+            ledger=str(tmp_path / "two.ledger"),
+        )
+    )
+    model = build("mlp", input_shape=(3,), classes=2, hidden=[16])
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    x, truth = load(path).test.tensors
+    with torch.no_grad():
+        lead = model(x).double() @ torch.tensor([-1.0, 1.0]).double()
+    above = lead[truth == 1][:, None] - lead[truth == 0][None]
+    expected = ((above > 0).double() + 0.5 * (above == 0).double()).mean().item()
+    assert 0.6 < expected < 1 and result.auroc == pytest.approx(expected, abs=1e-9)
+    assert result.to_json()["auroc"] == result.auroc
+    statement = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    assert statement["held_out"]["auroc"] == result.auroc
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [set(line) >= {"accuracy", "auroc"} for line in lines] == [True] * 3
+    assert lines[-1]["auroc"] == result.auroc
+
+
+def test_auroc_is_told_only_where_it_is_defined(tmp_path: Path) -> None:
+    result = train(config(tmp_path, epochs=1))
+    statement = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert result.auroc is None
+    assert all("auroc" not in told for told in (result.to_json(), statement["held_out"], metrics))
+    scores = torch.tensor([[0.0, 1.0], [2.0, 2.0], [1.0, 0.0]])
+    assert training_loop._auroc(scores, torch.tensor([1, 0, 0])) == 1.0
+    assert training_loop._auroc(scores, torch.tensor([1, 1, 1])) is None
+    assert training_loop._auroc(scores / 0, torch.tensor([1, 0, 0])) is None
 
 
 def test_the_average_follows_the_weights_and_is_what_is_released(tmp_path: Path) -> None:

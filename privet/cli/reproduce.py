@@ -104,8 +104,8 @@ def _telling(failed: list[str]) -> Callable[[StudyProgress], None]:
             failed.append(name)
             fact = f"failed: {now.result['error']}"
         elif now.result is not None:
-            accuracy, epsilon = float(now.result["accuracy"]), float(now.result["epsilon"])
-            fact = f"{accuracy:.2%} at epsilon {epsilon:.4g} in {now.result['seconds']:.0f} s"
+            found, epsilon = float(now.result[now.row.measure]), float(now.result["epsilon"])
+            fact = f"{now.row.measure} {found:.2%} at epsilon {epsilon:.4g} in {now.result['seconds']:.0f} s"
         elif now.training is not None and time.monotonic() - told > _BETWEEN_LINES:
             fact = f"epoch {now.training.epoch}/{now.training.epochs}"
         else:

@@ -97,9 +97,9 @@ def coins(x: Tensor, y: Tensor, *, fraction: float, key: str, users: Sequence[st
     the user's id.
 
     Formal guarantee: the split is 1-stable. Adding, removing or replacing one record (or user) anywhere in the order
-    leaves every other one on its side (equal records being interchangeable), so a guarantee for the
-    records trained on is one for all of them. A seeded shuffle does not have this: one record more moves
-    all the others.
+    leaves every other one on its side (equal records being interchangeable), so that the guarantee for the
+    records trained on does not depend on who is held out. (Those who are have none: metrics of them are released.)
+    A seeded shuffle does not have this: one record more moves all the others.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"The fraction of records to hold out must be between 0 and 1, not {fraction!r}.")

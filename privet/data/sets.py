@@ -33,7 +33,7 @@ def load(
     features: Literal["none", "scattering"] = "none",
     features_cache: Path | None = None,
 ) -> Data:
-    """Load the data set `name`: one of SETS, or the path of a table (CSV, TSV or Parquet).
+    """Load the data set `name`: one of SETS, or the path of a table (CSV, TSV, Parquet or npz).
 
     `data_dir` is where the files of a named set are. `target`, `test_fraction`, `bounds` and `users` are for
     tables (see `privet.data.tables.load_table`); the named sets have a fixed test set. With `validation` the test

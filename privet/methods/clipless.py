@@ -25,10 +25,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..errors import CheckpointError, ConfigError, Refused
+from ..hooks import only_looks
 from ..nn.lipschitz.certificate import Certificate, certify
-from ..nn.lipschitz.holding import Held, held
+from ..nn.lipschitz.holding import Held, every_tensor, held
 from ..nn.lipschitz.losses import TemperedCrossEntropy
 from ..nn.lipschitz.models import lipschitz_mlp
 from ..noise import Allocation
@@ -37,8 +39,10 @@ from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, 
 
 _MARGIN = 1 - 2.0**-14
 """Norms of rows are computed in float32; aiming this much below G keeps what comes out at G or less."""
-_CLIPS = (1e-30, 1e30)
-"""Where an adaptive G stays, whatever the noise says."""
+_CLIPS = (1e-12, 1e12)
+"""What G may be. An adaptive one stays there, whatever the noise says."""
+_LEAST = 1e-20
+"""Of a sensitivity: far above what float32 loses when numbers become too small for it."""
 
 
 @register
@@ -49,7 +53,8 @@ class Clipless(Method):
     Formal guarantee: a record adds to the sum of each weight tensor W̄ a gradient of norm at most K·G, K being certified
     for exactly the W̄ that the step's forward passes use and G enforced row by row at the scores. So one record moves
     that sum by at most K·G, and 2·K·G when replaced. Only what reaches the weights through the scores is added: a loss
-    that also looks at hidden layers has no other way in.
+    that also looks at hidden layers has no other way in, nor has an input that was computed from the weights. Models
+    with hooks, or with layers whose `forward` was replaced, are refused, and so are weights that change within a step.
 
     An adaptive G follows a quantile of the rows' norms: a record adds +1/2 or −1/2 to a side query in the same sample,
     with noise of its own, so it is paid for by rule 2.
@@ -72,8 +77,9 @@ class Clipless(Method):
     )
 
     def __post_init__(self) -> None:
-        if self.gradient_clip != "auto":
-            positive("gradient_clip", self.gradient_clip)
+        if self.gradient_clip != "auto" and not _CLIPS[0] <= self.gradient_clip <= _CLIPS[1]:
+            low, high = _CLIPS
+            raise ConfigError(f"gradient_clip must lie between {low:g} and {high:g}, and is {self.gradient_clip!r}.")
         positive("adaptive_rate", self.adaptive_rate)
         if not 0 < self.quantile < 1:
             raise ConfigError(f"quantile must lie between 0 and 1, and is {self.quantile!r}.")
@@ -96,7 +102,6 @@ class _CliplessSession(Session):
         """What the model put out while it was listened to."""
         self._probed: list[Any] = []
         """The same, of the last time: made-up records are looked at afterwards."""
-        self._bytes = 0
         with held(model) as weights:
             self.certificate = certify(model)
             if not weights.tensors:
@@ -106,7 +111,11 @@ class _CliplessSession(Session):
         self.clip: float | None = None
         """The adaptive G, once it has moved."""
         self._below = torch.zeros((), dtype=torch.float64)
-        self._hook = model.register_forward_hook(self._keep_scores)
+        self._certified_for: list[Any] = []
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._keep_scores),
+        ]
 
     # G
 
@@ -116,7 +125,8 @@ class _CliplessSession(Session):
             return self.clip
         if self.method.gradient_clip != "auto":
             return self.method.gradient_clip
-        return TemperedCrossEntropy().lipschitz_within(self.certificate.output)
+        scores = self.certificate.output
+        return TemperedCrossEntropy().lipschitz_within(scores) if scores.shape[-1] > 1 else 1.0
 
     # The step
 
@@ -124,6 +134,7 @@ class _CliplessSession(Session):
         self._let_go()
         self._weights = self._holding.enter_context(held(self.model))
         self.certificate = self._certified()
+        self._certified_for = self._in_use()
         for group in self.groups:
             group.total.zero_()
             for stand_in in group.parameters.values():
@@ -142,6 +153,26 @@ class _CliplessSession(Session):
             )
         return certify(self.model)
 
+    def _in_use(self) -> list[Any]:
+        """What the certificate is about: every tensor as it is now, and how the input is bounded."""
+        tensors = [getattr(module, attribute) for _, module, attribute in every_tensor(self.model)]
+        first = self.certificate.input
+        return [*((id(tensor), tensor._version) for tensor in tensors), (first.radius, first.kind, first.shape)]
+
+    @only_looks
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Nothing reaches the weights through the model's input, and they are those that were certified."""
+        if self._scores is None or model is not self.model:
+            return None
+        if self._weights is not None and self._in_use() != self._certified_for:
+            raise Refused(
+                "The model's weights are not those that the step began with, and its bounds are for those. Change "
+                "weights between steps only."
+            )
+        if any(torch.is_autocast_enabled(kind) for kind in {p.device.type for p in model.parameters()}):
+            raise Refused("Bounds are proved for float32 and float64: leave autocast (--precision bf16) out.")
+        return pytree.tree_map(_detached, (args, kwargs))
+
     @contextmanager
     def _watching(self) -> Iterator[None]:
         with ExitStack() as stack:
@@ -156,6 +187,7 @@ class _CliplessSession(Session):
     def listening(self) -> AbstractContextManager[None]:
         return self._watching()
 
+    @only_looks
     def _keep_scores(self, model: nn.Module, _args: Any, output: Any) -> Any:
         """The user gets a copy: what is done to it in place comes behind the place where gradients are bounded."""
         if self._scores is None or model is not self.model:
@@ -190,7 +222,7 @@ class _CliplessSession(Session):
             norms = torch.linalg.vector_norm(rows.double(), dim=1)
             lost = ~(torch.isfinite(norms) & torch.isfinite(losses.detach()))
             factors = (clip * _MARGIN / norms).clamp(max=1).masked_fill(lost, 0)
-            rows = rows.masked_fill(lost.unsqueeze(1), 0) * factors.to(rows).unsqueeze(1)
+            rows = (rows.double().masked_fill(lost.unsqueeze(1), 0) * factors.unsqueeze(1)).to(rows.dtype)
             found = torch.autograd.grad(scores, list(self._weights.tensors.values()), rows, allow_unused=True)
         for group, gradient in zip(self.groups, found, strict=True):
             if gradient is not None:
@@ -200,10 +232,12 @@ class _CliplessSession(Session):
 
     def finish(self) -> list[Query]:
         factors, clip = self.certificate.gradient, self.gradient_clip
-        queries = [
-            Query(group.name, group.total, Sensitivity.of_contribution(factors[group.name] * clip), group=group)
-            for group in self.groups
-        ]
+        queries = []
+        for group in self.groups:
+            if factors[group.name] == 0:
+                group.total.zero_()  # it is, if the certificate is right
+            bound = Sensitivity.of_contribution(max(factors[group.name] * clip, _LEAST))
+            queries.append(Query(group.name, group.total, bound, group=group))
         if self.method.adaptive:
             # a twentieth of the batch, or more, so that it costs at most 1/16 of 1/σ²
             std = max(self.setting.batch / 20, 4 * self.setting.noise_multiplier)
@@ -246,13 +280,18 @@ class _CliplessSession(Session):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         clip = state.get("gradient_clip")
-        if clip is not None and not (isinstance(clip, float) and clip > 0):
+        if clip is not None and not (isinstance(clip, float) and _CLIPS[0] <= clip <= _CLIPS[1]):
             raise CheckpointError(f"The checkpoint has {clip!r} for the adaptive clip of clipless training.")
         self.clip = clip
 
     def close(self) -> None:
         self._let_go()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _gradient(loss: Tensor, scores: Tensor) -> Tensor | None:

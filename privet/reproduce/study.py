@@ -168,7 +168,9 @@ def run_study(
             if study.epsilons:
                 line["on_the_way"] = on_the_way(result, study.epsilons, row.measure)
             if row.measure not in told:
-                line["error"] = f"{row.measure} was not measured: it needs held-out records of two classes, and finite scores."
+                line["error"] = (
+                    f"{row.measure} was not measured: it needs held-out records of two classes, and finite scores."
+                )
         line.update({"version": version("privet"), "settings": row.plain()})
         with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")

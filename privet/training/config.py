@@ -37,7 +37,9 @@ class TrainConfig:
     None stands for what `settle` chooses once the data is there.
     """
 
-    data: str = _option("digits", _DATA, "data set (digits, mnist, fashion-mnist, cifar10) or a CSV or Parquet file")
+    data: str = _option(
+        "digits", _DATA, "data set (digits, mnist, fashion-mnist, cifar10) or a CSV, Parquet or npz file"
+    )
     data_dir: str | None = _option(None, _DATA, "folder with the files of the data set", resume=True)
     target: str | None = _option(None, _DATA, "column of the file that is to be predicted")
     test_fraction: float = _option(0.2, _DATA, "part of a file's rows that is held out")

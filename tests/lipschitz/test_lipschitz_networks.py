@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import cached
 
 from privet.errors import ConfigError, Refused
+from privet.hooks import only_looks
 from privet.nn.lipschitz import (
     LIPSCHITZ_MODELS,
     Bias,
@@ -144,7 +145,7 @@ class Forgetful(Bias):
         ([BoundedInput((4,)), Linear(5, 4)], r"Layer '1' \(Linear\) takes 5 features"),
         ([BoundedInput((4,)), Linear(4, 4), BoundedInput((4,), 1.0, "sphere")], "'1.weight' has no finite bound"),
         ([BoundedInput((4,)), Forgetful()], "'1.extra' has no bound"),
-        ([BoundedInput((4,)), torch.nn.utils.spectral_norm(nn.Linear(4, 4))], "weight_orig' has no bound"),
+        ([BoundedInput((4,)), torch.nn.utils.spectral_norm(nn.Linear(4, 4))], "'1' .Linear. has a hook"),
         ([BoundedInput((4,)), nn.Linear(4, 4).half()], "float32 and float64 only"),
     ],
 )
@@ -266,5 +267,39 @@ def test_the_cost_does_not_depend_on_a_batch() -> None:
 
     for module in model.modules():
         if "Parametri" not in type(module).__name__ and "parametrizations" not in type(module).__module__:
-            module.register_forward_pre_hook(fail) if isinstance(module, nn.Conv2d | nn.Linear | Bias) else None
+            module.register_forward_pre_hook(only_looks(fail)) if isinstance(
+                module, nn.Conv2d | nn.Linear | Bias
+            ) else None
     certify(model)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.MaxPool1d(2, 1, padding=1, dilation=3), "nothing but padding"),
+        (Residual(nn.LeakyReLU(20.0, inplace=True)), "works in place"),
+        (nn.ReLU(inplace=True), "works in place"),
+    ],
+)
+def test_layers_that_would_not_keep_their_constants_are_refused(layer: nn.Module, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        certify(nn.Sequential(BoundedInput((1, 2)), layer))
+
+
+def test_padding_that_was_changed_later_counts() -> None:
+    """Torch goes by the attribute, and so must the bound: more padding puts an entry into more patches."""
+    conv = nn.Conv2d(1, 2, 3, bias=False)
+    model = nn.Sequential(BoundedInput((1, 3, 3)), conv, nn.Flatten())
+    before = certify(model)
+    conv.padding = (2, 2)
+    after = certify(model)
+    assert after.gradient["1.weight"] == pytest.approx(3 * before.gradient["1.weight"], rel=1e-3)
+    assert after.output.shape == tuple(model(torch.zeros(1, 1, 3, 3)).shape[1:])
+
+
+def test_angles_that_are_not_numbers_have_no_bound() -> None:
+    turning = Householder(2)
+    with torch.no_grad():
+        turning.angle.fill_(math.nan)
+    with pytest.raises(Refused, match="no finite bound"):
+        certify(nn.Sequential(BoundedInput((2,)), turning))

@@ -13,6 +13,7 @@ constant l, every K becomes l·K. So a block states its three numbers just like 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ class Constants:
     lipschitz: float
     gradient: Mapping[str, float] = field(default_factory=dict)
     """By the parameter's name within the layer: "weight", or "0.weight" in a block."""
+    inner: float = 0.0
+    """By how much a gradient may grow on its way from the output to anywhere inside of a block, if by more than it
+    grows to the input."""
 
 
 class LipschitzLayer(nn.Module):
@@ -91,9 +95,22 @@ def refuse(layer: nn.Module, why: str) -> NoReturn:
     raise Unbounded(layer, why)
 
 
+_LARGEST = 1e18
+"""Of a bound: far from what float32 cannot hold, where a sum would stop being finite for some records only."""
+
+
 def constants_of(layer: nn.Module, x: Bound) -> Constants:
     """The three numbers of any layer that has them, from itself or from the registry."""
     kind = type_before_parametrizations(layer)
+    if getattr(layer, "inplace", False):
+        refuse(layer, "works in place, on what others may still need. Build it with inplace=False.")
+    found = _stated(kind, layer, x)
+    if any(_LARGEST < value < math.inf for value in (found.output.norm, found.lipschitz, *found.gradient.values())):
+        refuse(layer, f"lets numbers grow beyond {_LARGEST:g}. Lower the learning rate, or constrain the weights.")
+    return found
+
+
+def _stated(kind: type[nn.Module], layer: nn.Module, x: Bound) -> Constants:
     if kind in _REGISTRY:
         return _REGISTRY[kind](layer, x)
     if isinstance(layer, LipschitzLayer) and _states_its_own(kind):
@@ -121,16 +138,19 @@ def chain(layers: Iterable[tuple[str, nn.Module]], x: Bound) -> Constants:
     ‖∂L/∂θ_i‖ ≤ K_i·‖∂L/∂y_i‖ ≤ K_i·l_{i+1}···l_n·‖∂L/∂y_n‖. The gradient of a parameter that is met
     twice is the sum of two, so its numbers add up.
     """
-    lipschitz = 1.0
+    lipschitz, inner = 1.0, 0.0
     gradient: dict[str, float] = {}
     for name, layer in layers:
         own = constants_of(layer, x)
+        inner = max(inner * own.lipschitz, own.inner, own.lipschitz)
+        if _LARGEST < inner < math.inf:
+            refuse(layer, f"and those behind it let gradients grow beyond {_LARGEST:g}. Constrain the weights.")
         gradient = {key: factor * own.lipschitz for key, factor in gradient.items()}
         for key, factor in prefixed(name, own.gradient).items():
             gradient[key] = gradient.get(key, 0.0) + factor
         lipschitz *= own.lipschitz
         x = own.output
-    return Constants(x, lipschitz, gradient)
+    return Constants(x, lipschitz, gradient, inner)
 
 
 def prefixed(name: str, gradient: Mapping[str, float], factor: float = 1.0) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ...errors import Refused
+from ...hooks import has_foreign_hooks, has_tensor_hooks
 from .bounds import Bound, Unbounded, chain
 from .holding import constrained_tensors, every_tensor, identity_of
 from .layers import BoundedInput
@@ -45,6 +46,7 @@ def certify(model: nn.Module) -> Certificate:
     colour spaces and the like may stand before the `BoundedInput`, trained layers may not.
     """
     _check_precision(model)
+    _refuse_changed(model)
     layers = _in_sequence(model)
     places = [i for i, (_, layer) in enumerate(layers) if isinstance(layer, BoundedInput)]
     if not places:
@@ -105,6 +107,24 @@ def _by_tensor(model: nn.Module, gradient: Mapping[str, float]) -> dict[str, flo
                 "weights are no longer finite numbers."
             )
     return factors
+
+
+def _refuse_changed(model: nn.Module) -> None:
+    """Layers are bounded by what their classes compute: nothing on these objects may make it something else."""
+    if has_foreign_hooks(None):
+        raise Refused("torch has global hooks on all modules, which may change what they compute. Remove them.")
+    for name, module in model.named_modules():
+        if "parametrizations" in name.split("."):  # what a parametrisation makes of a weight is bounded as it is
+            continue
+        if has_foreign_hooks(module) or "forward" in vars(module):
+            raise Refused(
+                f"Layer '{name or 'the model'}' ({type_before_parametrizations(module).__name__}) has a hook, or a "
+                "forward of its own, so that its bounds may not hold. Remove it; a hook that changes nothing may be "
+                "marked by privet.hooks.only_looks."
+            )
+    for name, module, attribute in constrained_tensors(model):
+        if has_tensor_hooks(getattr(module, attribute)):
+            raise Refused(f"Parameter '{name}' has a hook, which may change its gradient. Remove it.")
 
 
 def _check_precision(model: nn.Module) -> None:

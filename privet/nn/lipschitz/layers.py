@@ -195,7 +195,8 @@ class Householder(LipschitzLayer):
     def constants(self, x: Bound) -> Constants:
         if _length(self, x, self.axis) != 2 * len(self.angle):
             refuse(self, f"is for {2 * len(self.angle)} channels, and records reach it with the shape {x.shape}.")
-        factor = x.norm * (INFLATION + rounding(self.angle, x.size // len(self.angle)))
+        finite = bool(torch.isfinite(self.angle).all())
+        factor = x.norm * (INFLATION + rounding(self.angle, x.size // len(self.angle))) if finite else math.inf
         return Constants(Bound(x.norm * INFLATION, x.shape), INFLATION, {"angle": factor})
 
 
@@ -265,6 +266,7 @@ class Residual(LipschitzLayer):
             Bound((x.norm + own.output.norm) / 2 * INFLATION, x.shape),
             (1 + own.lipschitz) / 2 * INFLATION,
             prefixed("block", own.gradient, 0.5),
+            own.inner,
         )
 
 
@@ -284,7 +286,7 @@ class Transposed(LipschitzLayer):
             refuse(self, f"exchanges two axes, and records reach it with the shape {x.shape}.")
         own = constants_of(self.block, Bound(x.norm, _exchanged(x.shape)))
         output = Bound(own.output.norm, _exchanged(own.output.shape))
-        return Constants(output, own.lipschitz, prefixed("block", own.gradient))
+        return Constants(output, own.lipschitz, prefixed("block", own.gradient), own.inner)
 
 
 class Tokens(LipschitzLayer):

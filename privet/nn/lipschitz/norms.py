@@ -36,11 +36,22 @@ def spectral_norm(matrix: Tensor) -> float:
     The root of the largest eigenvalue of the Gram matrix G. Where that would be dear, the best of
     √(1 + ‖G − I‖_F), sharp near orthogonality, and ‖G^4‖_F^(1/8), which is at most rank^(1/16) too large.
     """
-    return math.sqrt(_largest_eigenvalue(_gram(matrix.detach().double()))) * INFLATION
+    matrix, scale = _scaled(matrix)
+    return scale * math.sqrt(_largest_eigenvalue(_gram(matrix))) * INFLATION
 
 
 def frobenius_norm(weight: Tensor) -> float:
-    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) * INFLATION
+    weight, scale = _scaled(weight)
+    return scale * float(torch.linalg.vector_norm(weight)) * INFLATION
+
+
+def _scaled(weight: Tensor) -> tuple[Tensor, float]:
+    """In float64, divided by a factor where its squares would vanish or be too large, and that factor."""
+    weight = weight.detach().double()
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    if 0 < largest < 1e-100 or 1e100 < largest < math.inf:
+        return weight / largest, largest
+    return weight, 1.0
 
 
 def rounding(weight: Tensor, terms: int) -> float:
@@ -63,9 +74,10 @@ def convolution_norm(weight: Tensor, *, groups: int, multiplicity: int, wrap: in
       not change. A circular convolution meets only some of the frequencies, but may put the same output out up to
       `wrap` times if it is padded by more than it needs.
     """
-    kernels = weight.detach().double().reshape(groups, -1, *weight.shape[1:])
+    unit, scale = _scaled(weight)
+    kernels = unit.reshape(groups, -1, *weight.shape[1:])
     by_patches = math.sqrt(multiplicity) * spectral_norm(kernels.flatten(2))
-    return min(by_patches, math.sqrt(wrap) * _frequency_norm(kernels))
+    return scale * min(by_patches, math.sqrt(wrap) * _frequency_norm(kernels))
 
 
 def _frequency_norm(kernels: Tensor) -> float:

@@ -42,6 +42,8 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Bound) -> Constants
     if layer.padding_mode not in ("zeros", "circular"):
         refuse(layer, f"has padding_mode={layer.padding_mode!r}, and is bounded for 'zeros' and 'circular' only.")
     padding = layer._reversed_padding_repeated_twice
+    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):  # what torch goes by then
+        padding = [size for size in reversed(layer.padding) for _ in range(2)]
     axes = [
         Axis(
             size,
@@ -174,8 +176,10 @@ def _max_pool(layer: nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d, x: Bound) -> Co
     """|max P_t − max P'_t| ≤ ‖P_t − P'_t‖, and an entry lies in at most m windows: √m, which is 1 if none overlap."""
     if layer.return_indices:
         refuse(layer, "with return_indices gives two tensors, and only one is bounded.")
-    kernel = layer.kernel_size
-    return pooled(x, _axes(layer, x, kernel, layer.stride, layer.padding, layer.dilation, layer.ceil_mode))
+    axes = _axes(layer, x, layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode)
+    if not all(axis.meets_entries() for axis in axes):
+        refuse(layer, f"has windows that hold nothing but padding, for records of the shape {x.shape}.")
+    return pooled(x, axes)
 
 
 @constants_for(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -184,6 +188,8 @@ def _average_pool(layer: nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d, x: Bound) -
     if getattr(layer, "divisor_override", None):
         refuse(layer, "with divisor_override does not take means. Leave it out.")
     axes = _axes(layer, x, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
+    if not all(axis.meets_entries() for axis in axes):
+        refuse(layer, f"has windows that hold nothing but padding, for records of the shape {x.shape}.")
     norm = math.prod(axis.mean_norm(count_padding=layer.count_include_pad) for axis in axes) * INFLATION
     return Constants(Bound(norm * x.norm, (x.shape[0], *(axis.positions for axis in axes))), norm)
 

@@ -41,6 +41,10 @@ class Axis:
         """In how many windows the entry lies that lies in most: the maximum, not the average."""
         return int(_counts(self).sum(1).max())
 
+    def meets_entries(self) -> bool:
+        """Whether every window holds an entry, and none is all padding."""
+        return bool((_counts(self).sum(0) > 0).all())
+
     def wrap(self) -> int:
         """How often the same window occurs, at stride 1, because circular padding goes round more than once."""
         if not self.circular:
