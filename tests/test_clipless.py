@@ -454,13 +454,14 @@ def test_weights_of_almost_nothing_still_get_noise(size: float, dtype: torch.dty
     run.close()
 
 
-@pytest.mark.parametrize("weights", [(1e-25, 1e25, 1e25), (1e25, 1e-25, 1e-25)])
-def test_numbers_that_float32_cannot_hold_are_refused(weights: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(("radius", "weights"), [(1.0, (1e-17, 1e10, 1e10)), (1e17, (1e3, 1e-3)), (1.0, (1e25,))])
+def test_numbers_that_float32_cannot_hold_are_refused(radius: float, weights: tuple[float, ...]) -> None:
+    """Gradients on their way back, activations on their way forward, or both."""
     layers = [nn.Linear(4, 4, bias=False) for _ in weights]
     for layer, size in zip(layers, weights, strict=True):
         layer.weight.data.copy_(size * torch.eye(4))
     with pytest.raises(Refused, match="grow beyond"):
-        Clipless().open(nn.Sequential(BoundedInput((4,)), *layers), SETTING)
+        Clipless().open(nn.Sequential(BoundedInput((4,), radius), *layers), SETTING)
 
 
 def test_one_score_has_a_clip_of_its_own() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from privet.nn.lipschitz import norms, windows
-from privet.nn.lipschitz.norms import convolution_norm, spectral_norm
+from privet.nn.lipschitz.norms import convolution_norm, frobenius_norm, spectral_norm
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 1000), st.floats(-6, 6))
@@ -106,3 +106,10 @@ def test_a_coarser_arithmetic_gets_a_larger_margin() -> None:
         assert norms.rounding(weight, 1000) > 2**-8
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("size", [1e-160, 1e160])
+def test_norms_of_numbers_whose_squares_float64_cannot_hold(size: float) -> None:
+    weight = torch.full((2, 2), size, dtype=torch.float64)
+    assert spectral_norm(weight) == pytest.approx(2 * size, rel=1e-4) and spectral_norm(weight) >= 2 * size
+    assert frobenius_norm(weight) == pytest.approx(2 * size, rel=1e-4)
