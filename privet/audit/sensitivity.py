@@ -103,7 +103,9 @@ class _Search:
         if self.crowds:
             for record in (hardest, Record(STRANGER, self.base[-1].x, self.base[-1].y)):
                 worst = self._in_crowds(worst, record)
+            before = self.random.get_state()
             worst = self._among_opposites(worst)
+            self.random.set_state(before)  # what follows looks where it looked without it
         return worst
 
     def _alone(self, record: Record) -> tuple[float, str]:
@@ -265,7 +267,11 @@ class _Search:
                     if gradient is None:
                         return []
                     x = copied.x * scale
-                    pair.append((gradient(x.requires_grad_()).detach().double(), Record(STRANGER, x.detach(), y)))
+                    try:
+                        own = gradient(x.requires_grad_()).detach().double()
+                    except (RuntimeError, ValueError, PrivetError):
+                        return []  # a model that takes no single record
+                    pair.append((own, Record(STRANGER, x.detach(), y)))
                 for (g, a), (h, b) in itertools.permutations(pair, 2):
                     turned = float(torch.nn.functional.cosine_similarity(g, g + h, dim=0))
                     if math.isfinite(turned):
