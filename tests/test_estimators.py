@@ -388,3 +388,12 @@ def test_feature_names_are_kept(blobs: tuple[Array, Array]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.predict(table)
+
+
+def test_a_clipless_classifier_can_be_pickled() -> None:
+    """Its layers are parametrised while it is trained, which pickle does not take."""
+    x = np.random.default_rng(0).uniform(-1, 1, (60, 4))
+    y = (x[:, 0] > 0).astype(int)
+    fitted = PrivateClassifier(method="clipless", model="lipschitz-mlp", bounds=(-1, 1), epochs=2).fit(x, y)
+    again = pickle.loads(pickle.dumps(fitted))
+    assert np.array_equal(again.predict_proba(x), fitted.predict_proba(x))

@@ -60,6 +60,7 @@ def test_a_run_leaves_model_statement_metrics_configuration_and_report(
         statement["records_are_public"] == "taken from the data" and "divided by 16" in statement["data"]["description"]
     )
     assert set(statement["versions"]) == {"privet", "torch", "dp-accounting"}
+    assert any("held-out records" in gap and "without noise" in gap for gap in statement["not_covered"])
     model = build("mlp", input_shape=(1, 8, 8), classes=10, hidden=[16])
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
 
