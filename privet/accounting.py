@@ -135,6 +135,15 @@ class Guarantee:
     tight: bool
 
 
+def rounded_up(value: float, digits: int = 3) -> str:
+    """For people: what is printed is never less than what holds.
+
+    >>> rounded_up(2.9951), rounded_up(3.0), rounded_up(math.inf)
+    ('2.996', '3.000', '∞')
+    """
+    return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}" if math.isfinite(value) else "∞"
+
+
 def epsilon(spent: Spent, delta: float) -> Guarantee:
     """The epsilon that the composition of `spent` costs at `delta`.
 

@@ -147,12 +147,15 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
 
 def _summary(result: Result) -> str:
     """What a person wants to know at the end."""
+    from ..accounting import rounded_up  # noqa: PLC0415
+
     told, config = result.statement, result.config
     hidden = {"add_remove": "whether it is in the data", "replace_one": "what it is (replaced by any other)"}
     clipping = ", ".join(f"{group['sensitivity']:.4g}" for group in told["groups"])
     lines = {
         "accuracy": f"{result.accuracy:.2%} on held-out records (loss {result.loss:.3f})",
-        "privacy": f"epsilon {told['epsilon']:.4g} at delta {told['delta']:g} ({told['accountant']} accountant)",
+        "privacy": f"epsilon {rounded_up(told['epsilon'])} at delta {told['delta']:g} "
+        f"({told['accountant']} accountant)",
         "protected": f"each {told['unit']}: {hidden[told['relation']]}",
         "method": f"{config.method}, one {told['unit']} moves the sums by at most {clipping}",
         "noise": f"{told['noise_multiplier']:.4g} times that, level {told['noise_level']}",
@@ -161,7 +164,7 @@ def _summary(result: Result) -> str:
         "trained": f"{config.model} on {config.data} in {result.seconds:.0f} s",
         "folder": str(result.out),
         "ledger": f"{result.ledger}: all {result.ledger_runs} runs recorded there together cost epsilon "
-        f"{result.ledger_total.epsilon:.4g}",
+        f"{rounded_up(result.ledger_total.epsilon)}",
     }
     if config.noise_level == "seeded":
         lines["privacy"] = "none: seeded noise can be subtracted by whoever knows the seed (for tests only)"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...accounting import Mechanism, epsilon, trade_off
+from ...accounting import Mechanism, epsilon, rounded_up, trade_off
 from . import plots
 from .style import CSS
 
@@ -79,18 +79,18 @@ def _change(statement: Mapping[str, Any]) -> str:
 
 def _guarantee(s: Mapping[str, Any]) -> str:
     eps, delta = float(s["epsilon"]), float(s["delta"])
-    figure = f'<p class="figure">ε = {_up(eps)} at δ = {_power(delta)}</p>'
+    figure = f'<p class="figure">ε = {rounded_up(eps)} at δ = {_power(delta)}</p>'
     end = f"<p><strong>{escape(_ENDS.get(s['ended'], s['ended']))}</strong></p>" if s["ended"] != "finished" else ""
     if s["noise_level"] == "seeded":
         return _alarm(
             "Its noise can be drawn again from a seed, by anyone who knows or guesses it. It is for tests and "
-            f"comparisons: do not release the model. (With unpredictable noise it would have been ε = {_up(eps)} at "
-            f"δ = {_power(delta)}, for {escape(_change(s))}.)",
+            "comparisons: do not release the model. (With unpredictable noise it would have been "
+            f"ε = {rounded_up(eps)} at δ = {_power(delta)}, for {escape(_change(s))}.)",
             end,
         )
     if not _protects(s):
         return _alarm("No finite ε holds for it: too little noise was added, or none. Do not release the model.", end)
-    factor = f"e<sup>ε</sup> = {_up(math.exp(eps), 1)}" if eps < 20 else "e<sup>ε</sup>, which is very large"
+    factor = f"e<sup>ε</sup> = {rounded_up(math.exp(eps), 1)}" if eps < 20 else "e<sup>ε</sup>, which is very large"
     tight = "close to the best bound there is" if s["tight"] else "an upper bound that may be far above the truth"
     return (
         f'<div class="guarantee">{figure}<p>This training is (ε, δ)-differentially private for '
@@ -125,7 +125,7 @@ def _glance(s: Mapping[str, Any]) -> str:
             ("held-out accuracy", f"{accuracy} of {held['records']} records"),
             ("trained on", f"{s['records']} {s['unit']}s (their number is public: {s['records_are_public']})"),
             *public,
-            ("spent on this data", f"ε = {_up(float(total['epsilon']))} for {runs} recorded in {where}"),
+            ("spent on this data", f"ε = {rounded_up(float(total['epsilon']))} for {runs} recorded in {where}"),
             ("data", s["data"]["description"]),
         ]
     )
@@ -312,15 +312,6 @@ def _options(mapping: Mapping[str, Any], but: str) -> list[str]:
 
 def _g(value: Any) -> str:
     return f"{float(value):.4g}"
-
-
-def _up(value: float, digits: int = 3) -> str:
-    """Rounded upwards: what is printed is never less than what holds.
-
-    >>> _up(2.9951), _up(3.0), _up(math.inf)
-    ('2.996', '3.000', '∞')
-    """
-    return f"{math.ceil(value * 10**digits - 1e-9) / 10**digits:.{digits}f}" if math.isfinite(value) else "∞"
 
 
 def _power(value: float) -> str:
