@@ -6,8 +6,7 @@ import logging
 import math
 import uuid
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from itertools import islice
@@ -16,7 +15,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import psutil
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,10 +26,11 @@ from .accounting import Guarantee, Mechanism, Relation, Spent, count_for, epsilo
 from .errors import BudgetExceeded, ConfigError, Refused
 from .ledger import Entry, Ledger
 from .memory import keep_freed_memory
-from .methods import Method, Query, Sensitivity, Setting
+from .methods import Method, Setting
 from .noise import Level, Source
 from .planning import Budget, Plan, plan, steps_within
-from .probe import Probe, with_random_numbers
+from .probe import Probe
+from .query import PlannedQueries, Vectors, bounded_sums, check_bounds, record_shares, refuse_mixed, release_sums
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
 from .step import PostProcess, Rules, Step, noise_stds
 
@@ -131,9 +130,8 @@ class Run:
         self.model, self.dataset, self.method, self.sampling = model, dataset, method, sampling
         self.relation, self.unit, self.budget = relation, unit, budget
         self.source = Source(noise_level, seed=seed)
-        self._queries = {noise: self._query_mechanism(noise) for noise in queries}
-        self._asked: Counter[float] = Counter()
-        self.plan = self._plan([self._queries[noise] for noise in queries])
+        self._queries = PlannedQueries(queries, relation, self.source)
+        self.plan = self._plan()
         self.id = run_id or uuid.uuid4().hex
         self.steps_done = 0
         self._pending: Step | None = None
@@ -253,7 +251,7 @@ class Run:
             mechanism: self._ledger.open_run(
                 self.id, mechanism, unit=self.unit, budget=limit, planned=self.plan.units, note=self.method.name
             )
-            for mechanism in (*self._queries.values(), self.plan.mechanism)
+            for mechanism in (*self._queries.cost, self.plan.mechanism)
         }
 
     def close(self) -> None:
@@ -279,9 +277,7 @@ class Run:
 
     # What is asked of all records at once
 
-    def query(
-        self, vectors: Callable[[Any], Sequence[Tensor]], *, bounds: Sequence[float], noise: float
-    ) -> list[tuple[Tensor, float]]:
+    def query(self, vectors: Vectors, *, bounds: Sequence[float], noise: float) -> list[tuple[Tensor, float]]:
         """Noisy sums over all records, for statistics that the model needs before it is trained.
 
         Args:
@@ -296,94 +292,39 @@ class Run:
 
         Formal guarantee: ONE Gaussian mechanism without sampling (rule 2), paid for before its noise is drawn.
         """
-        if not all(0 < bound < math.inf for bound in bounds):
-            raise ConfigError(f"bounds must be positive numbers, and are {list(bounds)!r}.")
-        if self._asked[noise] >= sum(count for m, count in self.plan.before if m == self._queries.get(noise)):
-            raise Refused(
-                f"No further query with noise {noise!r} was planned, and the budget is shared out: name each one's "
-                "noise when the run is made, Run(…, queries=[…])."
-            )
-        self._refuse_mixed(vectors)
-        totals = self._bounded_sums(vectors, bounds)
-        sums = [
-            Query(f"query {i}", total, Sensitivity.of_contribution(bound))
-            for i, (total, bound) in enumerate(zip(totals, bounds, strict=True))
-        ]
+        check_bounds(bounds)
+        self._queries.refuse_more(noise)
+        refuse_mixed(vectors, self._items, self._options["collate_fn"])
+        loader = DataLoader(self.dataset, batch_size=self._physical or _UNMEASURED, **self._options)
+        sums = bounded_sums(vectors, bounds, loader, record_shares(_length(self.dataset), self._users))
         rules = replace(self._rules, noise_multiplier=noise, basis=self.relation, allocation="proportional")
-        stds = noise_stds(sums, rules, self.source)
-        mechanism, limit = self._queries[noise], self.budget.epsilon
+        return release_sums(sums, rules, self.source, lambda: self._record_query(noise))
+
+    def _record_query(self, noise: float) -> None:
+        """Pays for a query. Called after its sums are bounded and before their noise is drawn."""
+        mechanism, limit = self._queries.mechanisms[noise], self.budget.epsilon
         spent = [*self._ledger.spent(run=self.id), (mechanism, 1)]
         if limit is not None and epsilon(spent, self.budget.delta).epsilon > limit:
             raise BudgetExceeded("Asking all records again would exceed the budget of the run, so it was not done.")
-        self._ledger.charge(self._entries[mechanism], step=self.steps_done)  # durably, before anything is drawn
-        self._asked[noise] += 1
+        self._ledger.charge(self._entries[mechanism], step=self.steps_done)
+        self._queries.take(noise)
         self._read_ledger()
-        return [(self.source.add_noise(total, std), std) for total, std in zip(totals, stds, strict=True)]
 
-    @torch.no_grad()
-    def _refuse_mixed(self, vectors: Callable[[Any], Sequence[Tensor]]) -> None:
-        """Rule 6, on made-up records: a record's vectors are the same, whoever else is in its batch."""
-        if not self._items:
-            return
-        made_up = [with_random_numbers(self._items[i % len(self._items)], i) for i in range(3)]
-        together, alone = (vectors(self._options["collate_fn"](items)) for items in (made_up, made_up[:1]))
-        for part, own in zip(together, alone, strict=True):
-            if part.shape[1:] != own.shape[1:] or not torch.allclose(
-                part[0].double(), own[0].double(), rtol=1e-3, atol=1e-6, equal_nan=True
-            ):
-                raise Refused(
-                    "The vector of one record changes with the others in its batch: compute each from its record alone."
-                )
-
-    @torch.no_grad()
-    def _bounded_sums(self, vectors: Callable[[Any], Sequence[Tensor]], bounds: Sequence[float]) -> list[Tensor]:
-        """Formal guarantee: one record (or user) adds at most its bound to each sum, in L2 norm and up to rounding."""
-        chunk = self._physical or _UNMEASURED
-        shares = torch.ones(_length(self.dataset), dtype=torch.float64)
-        for positions in self._users or ():
-            shares[torch.from_numpy(positions)] = 1 / len(positions)
-        totals: list[Tensor] = []
-        loader = DataLoader(self.dataset, batch_size=chunk, **self._options)
-        for batch, share in zip(loader, torch.split(shares, chunk), strict=True):
-            rows = [part.cpu().double() for part in vectors(batch)]
-            if len(rows) != len(bounds) or any(part.dim() != 2 or len(part) != len(share) for part in rows):
-                raise Refused(
-                    f"A query with {len(bounds)} bounds over {len(share)} records needs as many tensors (records, "
-                    f"size), and got {[tuple(part.shape) for part in rows]}."
-                )
-            if totals and [len(total) for total in totals] != [part.shape[1] for part in rows]:
-                raise Refused(
-                    "The vectors of a query change their size from one batch of records to the next: they must have "
-                    "one size for all, whatever the records are."
-                )
-            finite = torch.stack([part.isfinite().all(1) for part in rows]).all(0).unsqueeze(1)
-            parts = [
-                share @ torch.where(finite, _clipped(p, bound), 0.0) for p, bound in zip(rows, bounds, strict=True)
-            ]
-            totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts
-        return totals
-
-    def _plan(self, queries: Sequence[Mechanism]) -> Plan:
+    def _plan(self) -> Plan:
         made = plan(
             self.budget,
             self.sampling,
             records=self.records,
             relation=self.relation,
             discrete=self.source.level == "exact",
-            before=tuple(Counter(queries).items()),
+            before=tuple(self._queries.cost.items()),
         )
-        if made.mechanism in queries:
+        if made.mechanism in self._queries.cost:
             raise ConfigError(
                 "A query over all records and the steps have the same noise multiplier without sampling, so the ledger "
                 f"could not tell them apart: change one of them a little from {made.mechanism.noise_multiplier:g}."
             )
         return made
-
-    def _query_mechanism(self, noise: float) -> Mechanism:
-        if not (isinstance(noise, int | float) and 0 < noise < math.inf):
-            raise ConfigError(f"queries must name positive noise multipliers, and one is {noise!r}.")
-        exact = self.source.level == "exact"
-        return Mechanism(kind="gaussian", noise_multiplier=noise, relation=self.relation, discrete=exact)
 
     # One step after the other
 
@@ -648,12 +589,6 @@ class _OptimizerGuard:
 
     def close(self) -> None:
         _OptimizerGuard._active = tuple(guard for guard in self._active if guard is not self)
-
-
-def _clipped(rows: Tensor, bound: float) -> Tensor:
-    """Each row shortened to norm `bound` where it is longer; zero where it is too long for a finite norm."""
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return torch.where(norms.isfinite(), rows * (bound / norms).clamp(max=1.0), 0.0)
 
 
 def _length(dataset: Dataset[Any]) -> int:

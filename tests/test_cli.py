@@ -123,6 +123,16 @@ def test_train_tells_people_what_was_protected_and_how(capsys: pytest.CaptureFix
     assert "privacy    none" in out
 
 
+def test_train_tells_people_the_auroc_of_two_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("table.csv").write_text("age,ill\n" + "1,yes\n2,yes\n2,no\n9,no\n" * 200)
+    options = [*FAST, "--batch", "256", "--noise-level", "seeded", "--seed", "1"]
+    _, out, _ = run(capsys, "train", "--data", "table.csv", "--target", "ill", *options)
+    (told,) = Path("runs").glob("*/privacy.json")
+    area = json.loads(told.read_text())["held_out"]["auroc"]
+    assert f", AUROC {area:.4f})" in out.splitlines()[0]
+    assert "AUROC" not in run(capsys, "train", *options)[1]
+
+
 def test_the_configuration_of_a_run_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
     first = Path(answer(capsys, "train", *FAST, "--clip", "0.2", "--lr", "0.7", "--momentum", "0.5")["out"])
     second = Path(answer(capsys, "train", str(first / "config.toml"), "--quiet")["out"])

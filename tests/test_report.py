@@ -53,12 +53,16 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(plots, "_svg", lambda title, paint: "<svg></svg>")
 
 
-def folder_of(path: Path, *, diagnostics: Any = None, epochs: int = 3, config: str = "seed = 0\n", **said: Any) -> Path:
+def folder_of(
+    path: Path, *, diagnostics: Any = None, auroc: Any = None, epochs: int = 3, config: str = "seed = 0\n", **said: Any
+) -> Path:
     path.mkdir(exist_ok=True)
     (path / "privacy.json").write_text(json.dumps(STATEMENT | said))
     lines = [
         {"step": 9 * e, "epoch": e, "accuracy": 0.3 * e, "loss": 1 / e, "seconds": 1.0} for e in range(1, 1 + epochs)
     ]
+    if auroc is not None:
+        lines = [line | found for line, found in zip(lines, auroc, strict=True)]
     if diagnostics is not None:
         lines = [line | {"diagnostics": diagnostics} for line in lines]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -215,6 +219,13 @@ def test_many_layers_are_thinned_out_with_the_first_and_the_last(tmp_path: Path)
     many = DIAGNOSTICS | {"weights": {f"layer{i}.weight": 1.0 for i in range(62)}}
     text = words(written(tmp_path, diagnostics=many))
     assert "(6 of 62)" in text and "layer0.weight" in text and "layer61.weight" in text
+
+
+def test_auroc_is_beside_accuracy_where_it_was_measured(tmp_path: Path) -> None:
+    held_out = STATEMENT["held_out"] | {"auroc": 0.87654}
+    text = words(written(tmp_path, held_out=held_out, auroc=[{"auroc": 0.5}, {}, {"auroc": 0.87654}]))
+    assert "held-out AUROC0.8765" in text and "Held-out accuracy and AUROC" in text
+    assert "AUROC" not in words(written(tmp_path))
 
 
 def test_no_epoch_no_curve(tmp_path: Path) -> None:

@@ -152,8 +152,10 @@ def _summary(result: Result) -> str:
     told, config = result.statement, result.config
     hidden = {"add_remove": "whether it is in the data", "replace_one": "what it is (replaced by any other)"}
     clipping = ", ".join(f"{group['sensitivity']:.4g}" for group in told["groups"])
+    area = "" if result.auroc is None else f", AUROC {result.auroc:.4f}"
+    runs = "the one run recorded there costs" if result.ledger_runs == 1 else f"all {result.ledger_runs} runs there cost"
     lines = {
-        "accuracy": f"{result.accuracy:.2%} on held-out records (loss {result.loss:.3f})",
+        "accuracy": f"{result.accuracy:.2%} on held-out records (loss {result.loss:.3f}{area})",
         "privacy": f"epsilon {rounded_up(told['epsilon'])} at delta {told['delta']:g} "
         f"({told['accountant']} accountant)",
         "protected": f"each {told['unit']}: {hidden[told['relation']]}",
@@ -163,8 +165,7 @@ def _summary(result: Result) -> str:
         f"(number {told['records_are_public']}, public), {told['steps']} steps",
         "trained": f"{config.model} on {config.data} in {result.seconds:.0f} s",
         "folder": str(result.out),
-        "ledger": f"{result.ledger}: all {result.ledger_runs} runs recorded there together cost epsilon "
-        f"{rounded_up(result.ledger_total.epsilon)}",
+        "ledger": f"{result.ledger}: {runs} epsilon {rounded_up(result.ledger_total.epsilon)}",
     }
     if config.noise_level == "seeded":
         lines["privacy"] = "none: seeded noise can be subtracted by whoever knows the seed (for tests only)"

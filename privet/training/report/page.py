@@ -119,10 +119,12 @@ def _glance(s: Mapping[str, Any]) -> str:
     runs = "this one run" if total["runs"] == 1 else f"all {total['runs']} runs"
     where = "a ledger in memory, which is gone" if s["ledger"] is None else s["ledger"]
     accuracy = "not measured" if held["accuracy"] is None else f"{float(held['accuracy']):.2%}"
+    area = [] if held.get("auroc") is None else [("held-out AUROC", f"{float(held['auroc']):.4f}")]
     public = [] if s["public_records"] is None else [("public records", f"{s['public_records']}, not protected")]
     return _facts(
         [
             ("held-out accuracy", f"{accuracy} of {held['records']} records"),
+            *area,
             ("trained on", f"{s['records']} {s['unit']}s (their number is public: {s['records_are_public']})"),
             *public,
             ("spent on this data", f"ε = {rounded_up(float(total['epsilon']))} for {runs} recorded in {where}"),
@@ -138,11 +140,13 @@ def _held_out(s: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str
     if not metrics:
         return "<p>No epoch was completed, so there is no curve.</p>"
     epochs = [float(line["epoch"]) for line in metrics]
-    accuracy = plots.by_epoch(
-        "Held-out accuracy", epochs, {"accuracy": [line["accuracy"] for line in metrics]}, unit="accuracy", share=True
-    )
+    shares = {"accuracy": [line["accuracy"] for line in metrics]}
+    if any(line.get("auroc") is not None for line in metrics):  # two classes
+        shares["AUROC"] = [line.get("auroc") for line in metrics]
+    what = " and ".join(shares)
+    accuracy = plots.by_epoch(f"Held-out {what}", epochs, shares, unit=what, share=True)
     loss = plots.by_epoch("Held-out loss", epochs, {"loss": [line["loss"] for line in metrics]}, unit="cross-entropy")
-    return f"<p>Of records that were not trained on; they cost no privacy.</p>{_plots(accuracy, loss)}"
+    return f"<p>Of records that were not trained on; what is measured on them costs the training records no privacy.</p>{_plots(accuracy, loss)}"
 
 
 # Privacy as an attacker sees it
