@@ -153,7 +153,7 @@ def _summary(result: Result) -> str:
     hidden = {"add_remove": "whether it is in the data", "replace_one": "what it is (replaced by any other)"}
     clipping = ", ".join(f"{group['sensitivity']:.4g}" for group in told["groups"])
     area = "" if result.auroc is None else f", AUROC {result.auroc:.4f}"
-    runs = "the one run recorded there costs" if result.ledger_runs == 1 else f"all {result.ledger_runs} runs there cost"
+    runs = "the one run there costs" if result.ledger_runs == 1 else f"all {result.ledger_runs} runs there cost"
     lines = {
         "accuracy": f"{result.accuracy:.2%} on held-out records (loss {result.loss:.3f}{area})",
         "privacy": f"epsilon {rounded_up(told['epsilon'])} at delta {told['delta']:g} "

@@ -197,8 +197,8 @@ def load_data(config: TrainConfig) -> Data:
 def _statement(result: Result, data: Data) -> dict[str, Any]:
     """privacy.json: the run's statement and what it was made from."""
     held_out = (
-        f"The {len(data.test)} held-out records: accuracy, AUROC, loss and diagnostics of them are released as they are, "
-        "without noise."
+        f"The {len(data.test)} held-out records: accuracy, AUROC, loss and diagnostics of them are released as they "
+        "are, without noise."
     )
     return {
         **result.statement,

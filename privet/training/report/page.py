@@ -146,7 +146,8 @@ def _held_out(s: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str
     what = " and ".join(shares)
     accuracy = plots.by_epoch(f"Held-out {what}", epochs, shares, unit=what, share=True)
     loss = plots.by_epoch("Held-out loss", epochs, {"loss": [line["loss"] for line in metrics]}, unit="cross-entropy")
-    return f"<p>Of records that were not trained on; what is measured on them costs the training records no privacy.</p>{_plots(accuracy, loss)}"
+    note = "Of records that were not trained on: measuring them costs the training records no privacy."
+    return f"<p>{note}</p>{_plots(accuracy, loss)}"
 
 
 # Privacy as an attacker sees it
