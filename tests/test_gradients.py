@@ -182,7 +182,7 @@ def test_small_patches_are_copied_row_by_row(
     with (
         mock.patch.multiple(conv, _Unrolling=Watched, _SMALL_PATCH=10**6, _WORTH_STRIPS=worth_strips),
         mock.patch.object(conv, "_BLOCK", block * numbers),
-        mock.patch.object(conv, "_ghost_is_cheaper", return_value=False),
+        mock.patch.multiple(conv, _ghost_is_cheaper=lambda *_: False, _loop_is_faster=lambda *_: False),
     ):
         if single:
             agree(model.float(), x.float(), rtol=2e-4, atol=2e-5)

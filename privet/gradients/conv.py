@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import native
 from .linear import gram_product
 from .per_record import SLICE, Dense, PerRecord, row_squares, rule_for, scratch, squares_of, wide
 
@@ -31,6 +32,9 @@ _BLOCK = 2**18
 
 _SMALL_PATCH = 64
 """Up to how many numbers of a patch it is faster to copy a kernel row of all patches at a time (measured)."""
+
+_MOST_TAPS = 256
+"""Up to how many numbers of a patch the loop in C is faster than copying patches and a matrix product (measured)."""
 
 _WORTH_STRIPS = 64
 """From how many output positions on fewer copies are worth more matrix products (measured)."""
@@ -43,6 +47,8 @@ def conv(layer: Conv, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
     padded, padding = explicit_padding(layer, z)
     if layer.groups == 1 and _ghost_is_cheaper(layer, z, delta):
         found["weight"] = _Ghost(layer, padded, padding, delta)
+    elif isinstance(layer, nn.Conv2d) and layer.groups == 1 and _loop_is_faster(layer, z, delta):
+        found["weight"] = _in_one_loop(layer, padded, padding, delta)
     else:
         found["weight"] = _instantiate(layer, padded, padding, delta)
     if layer.bias is not None:
@@ -63,6 +69,23 @@ def explicit_padding(layer: Conv, z: Tensor) -> tuple[Tensor, list[tuple[int, in
         return F.pad(z, both, mode=layer.padding_mode), [(0, 0)] * (z.dim() - 2)
     pairs = list(zip(both[0::2], both[1::2], strict=True))
     return z, pairs[::-1]
+
+
+def _loop_is_faster(layer: nn.Conv2d, z: Tensor, delta: Tensor) -> bool:
+    return layer.weight[0].numel() <= _MOST_TAPS and native.serves(z, delta)
+
+
+def _in_one_loop(layer: nn.Conv2d, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> Dense:
+    """∇W of each record, without copying patches."""
+    rows = scratch().take((len(z), layer.weight.numel()), z)
+    squares = native.convolution_gradients(layer, z, padding, delta, rows)
+    shape = (*layer.kernel_size, layer.in_channels, layer.out_channels)
+
+    def shaped(rows: Tensor) -> Tensor:
+        rows = rows[0].view(*rows.shape[1:-1], *shape)
+        return rows.movedim((-1, -2), (-4, -3))
+
+    return Dense(rows.unsqueeze(0), shaped, squares)
 
 
 def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> Dense:

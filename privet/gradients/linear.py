@@ -15,7 +15,7 @@ _SMALLEST_TRACE = 2.0**-100
 """Above this, what a float32 Gram matrix has lost is far below the margin."""
 
 
-class _Outer(PerRecord):
+class Outer(PerRecord):
     """One position per record: ∇W = δ zᵀ has norm ‖δ‖·‖z‖, so nothing is built."""
 
     def __init__(self, z: Tensor, delta: Tensor, delta_squares: Tensor) -> None:
@@ -52,9 +52,9 @@ class _Outer(PerRecord):
 
 
 class _OuterBias(PerRecord):
-    """The bias beside an `_Outer` weight: its gradient is δ itself."""
+    """The bias beside an `Outer` weight: its gradient is δ itself."""
 
-    def __init__(self, weight: _Outer, delta_squares: Tensor) -> None:
+    def __init__(self, weight: Outer, delta_squares: Tensor) -> None:
         self.weight, self.squared_norms = weight, delta_squares
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def linear(layer: nn.Linear, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord
     z, delta = wide(z), wide(delta)
     if z.dim() == 2:
         squares = row_squares(delta)
-        weight = _Outer(z, delta, squares)
+        weight = Outer(z, delta, squares)
         return {"weight": weight, "bias": _OuterBias(weight, squares)}
     found: dict[str, PerRecord] = {}
     z, delta = z.flatten(1, -2), delta.flatten(1, -2)

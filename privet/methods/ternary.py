@@ -20,7 +20,8 @@ Where this differs from the paper:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,9 +30,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .. import native
 from ..errors import CheckpointError, ConfigError
 from ..gradients import Recorder
-from ..gradients.per_record import Dense, PerRecord, row_squares, using
+from ..gradients.linear import Outer
+from ..gradients.per_record import Dense, PerRecord, row_squares, scratch, using
 from ..gradients.recorder import _added
 from ..gradients.taps import Use
 from ..options import option
@@ -40,8 +43,8 @@ from .batch import Batch, _BatchSession
 from .per_example import PerExample
 from .thresholds import Thresholds
 
-_BLOCK = 2**22
-"""So many entries of records' gradients are looked at at a time."""
+_BLOCK = 2**24 if native.library is not None else 2**22
+"""So many entries of records' gradients are looked at at a time; in C they are not kept for linear layers."""
 _TAUS = (1e-30, 1e30)
 """Where an adaptive τ stays, whatever the noise says."""
 
@@ -137,9 +140,8 @@ class _Levels:
                 self._sizes[self.home[name]] = self._sizes.get(self.home[name], 0) + p.numel()
         self._sparse = {pattern: torch.zeros((), dtype=torch.float64) for pattern in self._sizes}
 
-    def shrink(self, name: str, gradient: Tensor, out: Tensor) -> None:
-        """Entries up to τ become 0; the signs of the others are what counts."""
-        torch.ops.aten.hardshrink.out(gradient, self.taus[self.home[name]], out=out)
+    def tau(self, name: str) -> float:
+        return self.taus[self.home[name]]
 
     def count(self, nonzero: Mapping[str, Tensor], lost: Tensor) -> None:
         """Takes the number of nonzero entries of each vector, by parameter, and which vectors are left out."""
@@ -198,7 +200,7 @@ class _BlockRecorder(Recorder):
         self._uses = []
         self.run_backward(losses, torch.ones_like(losses))
 
-    def blocks(self, records: int) -> Iterator[tuple[slice, dict[str, Dense]]]:
+    def blocks(self, records: int) -> Iterator[tuple[slice, dict[str, PerRecord]]]:
         """Records by number and their gradients, which may be used until the next ones."""
         uses, self._uses = self._uses, []
         each = sum(p.numel() for p in self.parameters.values() if p.requires_grad)
@@ -211,11 +213,54 @@ class _BlockRecorder(Recorder):
                 super().take(use, [x[block] for x in inputs], [d if d is None else d[block] for d in deltas])
             found, self._found = self._found, {}
             with using(self._scratch):
-                gradients = {name: _in_full(_added(parts)) for name, parts in found.items()}
-            yield block, gradients
+                yield block, {name: _added(parts) for name, parts in found.items()}
 
-    def room(self, rows: int, width: int, like: Tensor) -> Tensor:
-        return self._scratch.take((rows, width), like)
+
+class _Signs(ABC):
+    """The ternary vectors of one parameter, for a block of records: never kept for more than that."""
+
+    counts: Tensor
+    """How many entries of each are not 0; not a number where one of the gradient's entries is not finite."""
+
+    @abstractmethod
+    def sum(self, weights: Tensor) -> Tensor:
+        """Σ weights[i]·v_i, in the shape of the parameter."""
+
+    @staticmethod
+    def of(gradient: PerRecord, tau: float) -> _Signs:
+        if isinstance(gradient, Outer) and native.serves(gradient.delta, gradient.z):
+            return _SignsInPassing([(gradient.delta, gradient.z)], lambda rows: rows[0], tau)
+        full = gradient if isinstance(gradient, Dense) else Dense.of(gradient.dense(), gradient.squared_norms)
+        if native.serves(full.rows):
+            once = full.rows.new_ones(full.rows.shape[1], 1)
+            return _SignsInPassing([(once, part) for part in full.rows], lambda rows: full.shaped(rows.squeeze(1)), tau)
+        return _SignsInFull(full, tau)
+
+
+class _SignsInPassing(_Signs):
+    """No vector is ever kept: the signs of δ_n z_nᵀ are found twice, once to be counted and once to be added."""
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], shaped: Callable[[Tensor], Tensor], tau: float) -> None:
+        self._parts, self._shaped, self._tau = parts, shaped, tau
+        self.counts = torch.stack([native.ternary_counts(delta, z, tau) for delta, z in parts]).sum(0)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        return self._shaped(torch.stack([native.ternary_sum(d, z, weights, self._tau) for d, z in self._parts]))
+
+
+class _SignsInFull(_Signs):
+    def __init__(self, gradient: Dense, tau: float) -> None:
+        vectors = scratch().take(gradient.rows.shape, gradient.rows)
+        torch.ops.aten.hardshrink.out(gradient.rows, tau, out=vectors)
+        vectors.sign_()
+        squares = [row_squares(part).round() for part in vectors]  # several times as fast as counting
+        lost = _not_finite(gradient)
+        self._signs = Dense(vectors, gradient.shaped, torch.stack(squares).sum(0))
+        self._signs.drop(lost)
+        self.counts = self._signs.squared_norms.masked_fill(lost, math.nan)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        return self._signs.weighted_sum(weights)
 
 
 def _not_finite(gradient: Dense) -> Tensor:
@@ -224,15 +269,11 @@ def _not_finite(gradient: Dense) -> Tensor:
     return ~torch.isfinite(gradient.rows).all(2).all(0) if bool(lost.any()) else lost
 
 
-def _in_full(gradients: PerRecord) -> Dense:
-    return gradients if isinstance(gradients, Dense) else Dense.of(gradients.dense(), gradients.squared_norms)
-
-
 class _RecordSession(Session):
     """Micro-batches of one record.
 
     The factor of a record is known only after all its layers were counted, and its entries are needed again for the
-    sum. Between the two they are kept for one block of records; nothing of a block outlives it but its sum.
+    sum. Between the two they are kept, or found again, for one block of records; nothing outlives it but its sum.
     """
 
     def __init__(self, method: Ternary, model: nn.Module, setting: Setting) -> None:
@@ -255,46 +296,20 @@ class _RecordSession(Session):
     def add(self, losses: Tensor) -> None:
         self.recorder.listen(losses)
         finite = torch.isfinite(losses.detach())
-        total: Tensor | None = None
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             for block, gradients in self.recorder.blocks(len(losses)):
-                if gradients:
-                    found = self._sum(~finite[block], gradients)
-                    total = found if total is None else total.add_(found)
-            if total is not None:
-                self._hand_in(total, gradients)
+                signs = {name: _Signs.of(gradient, self.levels.tau(name)) for name, gradient in gradients.items()}
+                if signs:
+                    self._add(signs, ~finite[block])
 
-    def _sum(self, lost: Tensor, gradients: Mapping[str, Dense]) -> Tensor:
-        """The clipped ternary vectors of a block of records, added up; entries in the order of the gradients' rows."""
-        widths = [rows.shape[1] for gradient in gradients.values() for rows in gradient.rows]
-        first = next(iter(gradients.values())).rows
-        vectors = self.recorder.room(len(lost), sum(widths), first)
-        columns = iter(torch.split(vectors, widths, dim=1))
-        nonzero: dict[str, Tensor] = {}
-        for name, gradient in gradients.items():
-            lost = lost | _not_finite(gradient)
-            for rows in gradient.rows:
-                self.levels.shrink(name, rows, out=next(columns))
-        vectors.sign_()
-        if self.method.adaptive:
-            columns = iter(torch.split(vectors, widths, dim=1))
-            for name, gradient in gradients.items():
-                nonzero[name] = torch.stack([row_squares(next(columns)).round() for _ in gradient.rows]).sum(0)
-            self.levels.count(nonzero, lost)
-        squared_norms = row_squares(vectors).round()  # how many are not 0; several times as fast as counting
-        weights = self.clipping.weights(squared_norms, self.thresholds.clips[self.group.name]).masked_fill(lost, 0)
-        if bool(lost.any()):
-            vectors[lost] = 0
-        return weights.to(vectors) @ vectors
-
-    def _hand_in(self, total: Tensor, gradients: Mapping[str, Dense]) -> None:
-        """Adds such a sum to the step's, each part where its parameter is."""
-        start = 0
-        for name, gradient in gradients.items():
-            parts, _, size = gradient.rows.shape
-            rows = total[start : start + parts * size].view(parts, size)
-            self.group.views[name].add_(gradient.shaped(rows))
-            start += parts * size
+    def _add(self, signs: Mapping[str, _Signs], lost: Tensor) -> None:
+        """Clips the vectors of a block of records and adds them to the step's sum."""
+        counts = torch.stack([vectors.counts for vectors in signs.values()]).sum(0)
+        lost = lost | counts.isnan()
+        self.levels.count({name: vectors.counts for name, vectors in signs.items()}, lost)
+        weights = self.clipping.weights(counts, self.thresholds.clips[self.group.name]).masked_fill(lost, 0)
+        for name, vectors in signs.items():
+            self.group.views[name].add_(vectors.sum(weights))
 
     def finish(self) -> list[Query]:
         bound = Sensitivity.of_contribution(self.thresholds.clips[self.group.name])
@@ -338,10 +353,7 @@ class _GroupSession(_BatchSession):
     def _clip_and_add(self, vector: Mapping[str, Tensor]) -> None:
         if not vector or not all(bool(torch.isfinite(part).all()) for part in vector.values()):
             return
-        ternary = {name: torch.empty_like(part) for name, part in vector.items()}
-        for name, part in vector.items():
-            self.levels.shrink(name, part, out=ternary[name])
-            ternary[name].sign_()
+        ternary = {name: torch.hardshrink(part, self.levels.tau(name)).sign_() for name, part in vector.items()}
         nonzero = {name: row_squares(part.reshape(1, -1)).round() for name, part in ternary.items()}
         self.levels.count(nonzero, torch.zeros(1, dtype=torch.bool, device=self.groups[0].total.device))
         super()._clip_and_add(ternary)

@@ -1,0 +1,96 @@
+"""Loops in C (kernels.c) for what PyTorch does in several passes over memory: float32 on the processor.
+
+They are built when Privet is installed, if there is a compiler that can, and are optional: each has a twin in PyTorch,
+used wherever `serves` says no, which gives the same numbers but for the order in which they are added.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch  # first: the library must find PyTorch's OpenMP loaded, and use its threads
+from torch import Tensor, nn
+
+_SIGNATURES: dict[str, tuple[type | None, str]] = {
+    "privet_ternary_counts": (None, "ppiiifp"),
+    "privet_ternary_sum": (None, "pppiiifp"),
+    "privet_convolution_gradients": (ctypes.c_int, "ppppp"),
+}
+"""What each function returns, and what it takes: pointers, int64 and float."""
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+def _load() -> ctypes.CDLL | None:
+    found = find_spec(f"{__name__}._kernels")
+    if found is None or found.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(found.origin)
+        for name, (result, takes) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, [_TYPES[kind] for kind in takes]
+    except (OSError, AttributeError):  # built for another machine, or from another version of the file
+        return None
+    return library
+
+
+library = _load()
+"""The functions; None where they were not built."""
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the functions here can take these tensors."""
+    return library is not None and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+
+
+def _c() -> Any:
+    assert library is not None, "ask `serves` first"
+    return library
+
+
+def ternary_counts(delta: Tensor, z: Tensor, tau: float) -> Tensor:
+    """How many entries of δ_n z_nᵀ are larger than τ in size, for each record n; not a number if one is not finite."""
+    delta, z = delta.contiguous(), z.contiguous()
+    counts = torch.zeros(len(z), dtype=torch.float64)
+    _c().privet_ternary_counts(
+        delta.data_ptr(), z.data_ptr(), len(z), delta.shape[1], z.shape[1], tau, counts.data_ptr()
+    )
+    return counts
+
+
+def ternary_sum(delta: Tensor, z: Tensor, weights: Tensor, tau: float) -> Tensor:
+    """Σ_n weights[n]·t(δ_n z_nᵀ): t is the sign of the entries that `ternary_counts` counts, and 0 of the others."""
+    delta, z, weights = delta.contiguous(), z.contiguous(), weights.float().contiguous()
+    total = torch.zeros(delta.shape[1], z.shape[1])
+    _c().privet_ternary_sum(
+        delta.data_ptr(), z.data_ptr(), weights.data_ptr(), len(z), delta.shape[1], z.shape[1], tau, total.data_ptr()
+    )
+    return total
+
+
+def convolution_gradients(
+    layer: nn.Conv2d, z: Tensor, padding: Sequence[tuple[int, int]], delta: Tensor, rows: Tensor
+) -> Tensor:
+    """Writes each record's ∇W to `rows` (records, kernel height·width·channels·out channels); gives squared norms.
+
+    For any layout, stride, dilation and zero padding; one group. Norms are added up in float64.
+    """
+    records, _, height, width = z.shape
+    (top, bottom), (left, right) = padding
+    sizes = (
+        *z.shape, *z.stride(), *delta.shape[1:], *delta.stride(),
+        *layer.kernel_size, *layer.stride, *layer.dilation,
+        top, left, height + top + bottom, width + left + right,
+    )  # fmt: skip
+    described = (ctypes.c_int64 * len(sizes))(*sizes)
+    squares = torch.empty(records, dtype=torch.float64)
+    assert rows.is_contiguous() and rows.numel() == records * layer.weight.numel()
+    failed = _c().privet_convolution_gradients(
+        ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr()
+    )
+    if failed:
+        raise MemoryError("There is no memory for the gradients of a convolution.")
+    return squares

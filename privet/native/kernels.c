@@ -1,0 +1,187 @@
+/* Loops that read memory once where PyTorch's operations, one after another, read and write it several times.
+
+   Every function works on contiguous float32 unless it says otherwise, takes sizes that its caller has checked, and is
+   called through ctypes, without the interpreter's lock. OpenMP is the one that PyTorch has loaded already, so both
+   share their threads. target_clones builds each loop for several kinds of processor; the right one is chosen when the
+   library is loaded. */
+
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FAST
+#endif
+
+/* Ternary gradients: t(v) = 1 where v > tau, -1 where v < -tau, 0 elsewhere.
+
+   A number that is not finite spoils the count of its record: 0·v is NaN for it, and 0 for every other. */
+
+FAST static double count_large(float scale, const float *restrict x, int64_t size, float tau)
+{
+    int32_t found = 0;
+    float spoiled = 0;
+#pragma omp simd reduction(+ : found, spoiled)
+    for (int64_t i = 0; i < size; i++) {
+        const float v = scale * x[i];
+        found += (v > tau) | (v < -tau);
+        spoiled += 0.0f * v;
+    }
+    return (double)found + (double)spoiled;
+}
+
+FAST static void add_signs(float scale, const float *restrict x, int64_t size, float tau, float weight,
+                           float *restrict total)
+{
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+        const float v = scale * x[i];
+        total[i] += (v > tau ? weight : 0.0f) - (v < -tau ? weight : 0.0f);
+    }
+}
+
+/* counts[n] += how many entries of the matrix delta[n] x[n]ᵀ have t ≠ 0; rows × columns of them. */
+void privet_ternary_counts(const float *delta, const float *x, int64_t records, int64_t rows, int64_t columns,
+                           float tau, double *counts)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < records; n++)
+        for (int64_t row = 0; row < rows; row++)
+            counts[n] += count_large(delta[n * rows + row], x + n * columns, columns, tau);
+}
+
+/* total += Σ_n weights[n]·t(delta[n] x[n]ᵀ), leaving out records of weight 0. */
+void privet_ternary_sum(const float *delta, const float *x, const float *weights, int64_t records, int64_t rows,
+                        int64_t columns, float tau, float *total)
+{
+    const int64_t width = 2048, parts = (columns + width - 1) / width; /* what is added to stays in the cache */
+#pragma omp parallel for schedule(static) collapse(2)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = part * width, size = columns - first < width ? columns - first : width;
+            for (int64_t n = 0; n < records; n++)
+                if (weights[n] != 0)
+                    add_signs(delta[n * rows + row], x + n * columns + first, size, tau, weights[n],
+                              total + row * columns + first);
+        }
+}
+
+/* Weight gradients of a two-dimensional convolution, record by record. */
+
+typedef struct {
+    int64_t records, channels, height, width;              /* of the input */
+    int64_t x_record, x_channel, x_row, x_column;          /* its strides */
+    int64_t out_channels, out_height, out_width;           /* of the gradient at the output */
+    int64_t d_record, d_channel, d_row, d_column;          /* its strides */
+    int64_t kernel_height, kernel_width, stride_y, stride_x, dilation_y, dilation_x;
+    int64_t top, left, padded_height, padded_width;        /* zeros around the input */
+} convolution;
+
+#define LANES 16
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* sums[t] = Σ over output positions of x[t]·delta, for `taps` neighbours in memory and `kept` of LANES out channels. */
+#define UNROLLED _Pragma("GCC unroll 16") for (int t = 0; t < taps; t++)
+#define SUM_TAPS(count)                                                                                                \
+    do {                                                                                                               \
+        enum { taps = count };                                                                                         \
+        lanes sums[taps];                                                                                              \
+        UNROLLED sums[t] = (lanes){0};                                                                                 \
+        for (int64_t y = 0; y < c->out_height; y++) {                                                                  \
+            const float *restrict at = x + y * row_step;                                                               \
+            for (int64_t z = 0; z < c->out_width; z++, at += column_step) {                                            \
+                const lanes d = *(const lanes *)(delta + (y * c->out_width + z) * depth);                              \
+                UNROLLED sums[t] += at[t] * d;                                                                         \
+            }                                                                                                          \
+        }                                                                                                              \
+        if (kept == LANES)                                                                                             \
+            UNROLLED *(lanes *)(out + t * c->out_channels) = sums[t];                                                  \
+        else                                                                                                           \
+            UNROLLED memcpy(out + t * c->out_channels, &sums[t], sizeof(float) * (size_t)kept);                        \
+    } while (0)
+
+/* `run` taps that lie beside each other in the frame, times output channels from `first` on. */
+FAST static void sum_run(const convolution *c, const float *restrict x, const float *restrict delta, int64_t depth,
+                         int64_t run, int64_t kept, float *restrict out)
+{
+    const int64_t column_step = c->stride_x * c->channels, row_step = c->stride_y * c->padded_width * c->channels;
+    int64_t tap = 0;
+    for (; tap + 16 <= run; tap += 16, x += 16, out += 16 * c->out_channels) SUM_TAPS(16);
+    for (; tap + 8 <= run; tap += 8, x += 8, out += 8 * c->out_channels) SUM_TAPS(8);
+    for (; tap + 4 <= run; tap += 4, x += 4, out += 4 * c->out_channels) SUM_TAPS(4);
+    for (; tap < run; tap++, x++, out += c->out_channels) SUM_TAPS(1);
+}
+
+FAST static double sum_of_squares(const float *restrict x, int64_t size)
+{
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += (double)x[i] * (double)x[i];
+    return sum;
+}
+
+/* rows[n] = the gradient of record n, as (kernel height, kernel width, channels, out channels), and its squared norm.
+   0, or 1 if there was no memory. */
+int privet_convolution_gradients(const convolution *c, const float *x, const float *delta, float *rows, double *squares)
+{
+    const int64_t depth = (c->out_channels + LANES - 1) / LANES * LANES;
+    const int64_t frame_size = c->padded_height * c->padded_width * c->channels;
+    const int64_t delta_size = c->out_height * c->out_width * depth;
+    const int64_t taps = c->kernel_height * c->kernel_width * c->channels, size = taps * c->out_channels;
+    const int together = c->dilation_x == 1; /* then a row of the kernel lies in one piece of memory */
+    const int64_t run = together ? c->kernel_width * c->channels : c->channels;
+    const int64_t pieces = together ? 1 : c->kernel_width;
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *frame = calloc((size_t)(frame_size + delta_size), sizeof(float));
+        if (!frame) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        float *flat = frame + frame_size;
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < c->records; n++) {
+            if (!frame) continue;
+            for (int64_t row = 0; row < c->height; row++) {
+                const float *from = x + n * c->x_record + row * c->x_row;
+                float *to = frame + ((row + c->top) * c->padded_width + c->left) * c->channels;
+                if (c->x_channel == 1 && c->x_column == c->channels)
+                    memcpy(to, from, sizeof(float) * (size_t)(c->width * c->channels));
+                else
+                    for (int64_t column = 0; column < c->width; column++)
+                        for (int64_t channel = 0; channel < c->channels; channel++)
+                            *to++ = from[column * c->x_column + channel * c->x_channel];
+            }
+            for (int64_t row = 0; row < c->out_height; row++)
+                for (int64_t column = 0; column < c->out_width; column++) {
+                    const float *from = delta + n * c->d_record + row * c->d_row + column * c->d_column;
+                    float *to = flat + (row * c->out_width + column) * depth;
+                    if (c->d_channel == 1)
+                        memcpy(to, from, sizeof(float) * (size_t)c->out_channels);
+                    else
+                        for (int64_t channel = 0; channel < c->out_channels; channel++)
+                            to[channel] = from[channel * c->d_channel];
+                }
+            float *out = rows + n * size;
+            for (int64_t first = 0; first < c->out_channels; first += LANES) {
+                const int64_t left = c->out_channels - first, kept = left < LANES ? left : LANES;
+                for (int64_t row = 0; row < c->kernel_height; row++)
+                    for (int64_t piece = 0; piece < pieces; piece++)
+                        sum_run(c, frame + (row * c->dilation_y * c->padded_width + piece * c->dilation_x) * c->channels,
+                                flat + first, depth, run, kept,
+                                out + (row * c->kernel_width + piece) * c->channels * c->out_channels + first);
+            }
+            squares[n] = sum_of_squares(out, size);
+        }
+        free(frame);
+    }
+    return failed;
+}
+
+/* The functions are found by name; there is nothing to see from Python. */
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

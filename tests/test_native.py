@@ -1,0 +1,223 @@
+"""The loops in C give what a plain loop over single records gives, and what PyTorch gives without them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from conftest import bumpy_losses, naive_gradients
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from privet import PerExample, Refused, Ternary, native
+from privet.gradients import Recorder, conv
+from privet.methods import Method, Setting
+from privet.methods.ternary import _SignsInFull
+
+built = pytest.mark.skipif(native.library is None, reason="built without a compiler")
+seeds = st.integers(0, 2**16)
+SETTING = Setting(batch=8, noise_multiplier=1.0, relation="add_remove")
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler")
+def test_they_are_built_where_there_is_a_compiler() -> None:
+    assert native.library is not None
+
+
+def test_they_serve_single_precision_on_the_processor_only() -> None:
+    x = rand(2, 2)
+    assert native.serves(x, x) == (native.library is not None)
+    assert not native.serves(x, x.double())
+    assert not native.serves(x.to("meta"))
+
+
+# Ternary gradients
+
+
+def naive_signs(delta: Tensor, z: Tensor, tau: float) -> Tensor:
+    """In float64 but for the products, which a gradient of float32 has rounded."""
+    gradients = delta.unsqueeze(2) * z.unsqueeze(1)
+    bound = torch.tensor(tau)
+    return (gradients > bound).double() - (gradients < -bound).double()
+
+
+@built
+@settings(deadline=None)
+@given(st.integers(0, 5), st.integers(1, 5), st.integers(1, 70), st.sampled_from([0.0, 1e-3, 0.5, 2.0]), seeds)
+@example(3, 2, 5000, 0.5, 0)  # wider than what is added to at a time
+def test_signs_are_counted_and_added(records: int, rows: int, columns: int, tau: float, seed: int) -> None:
+    delta, z, weights = rand(records, rows, seed=seed), rand(records, columns, seed=seed + 1), rand(records, seed=seed)
+    expected = naive_signs(delta, z, tau)
+    assert native.ternary_counts(delta, z, tau).tolist() == expected.abs().sum((1, 2)).tolist()
+    found = native.ternary_sum(delta, z, weights, tau)
+    torch.testing.assert_close(found.double(), torch.einsum("n,nij->ij", weights.double(), expected), rtol=0, atol=1e-5)
+
+
+@built
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_record_that_is_not_finite_is_told_and_left_out(value: float) -> None:
+    """1e30·1e30 is too large for float32."""
+    delta, z = rand(4, 3), rand(4, 20)
+    delta[2, 1], z[2, 19] = (value, value)
+    counts = native.ternary_counts(delta, z, 0.1)
+    assert counts.isnan().tolist() == [False, False, True, False]
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0])
+    others = torch.tensor([0, 1, 3])
+    found = native.ternary_sum(delta, z, weights, 0.1)
+    assert torch.equal(found, native.ternary_sum(delta[others], z[others], weights[others], 0.1))
+    assert torch.isfinite(found).all()
+
+
+@built
+def test_entries_of_exactly_tau_are_zero() -> None:
+    z = torch.tensor([[0.5, -0.5, 0.50000006, -0.50000006]])
+    assert native.ternary_counts(torch.ones(1, 1), z, 0.5).item() == 2
+    assert native.ternary_sum(torch.ones(1, 1), z, torch.ones(1), 0.5).tolist() == [[0, 0, 1, -1]]
+
+
+# Convolutions
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
+    pair = lambda low, high: (draw(st.integers(low, high)), draw(st.integers(low, high)))  # noqa: E731
+    kernel, dilation, same = pair(1, 5), pair(1, 2), draw(st.booleans())
+    options = {
+        "in_channels": draw(st.integers(1, 9)), "out_channels": draw(st.sampled_from([1, 3, 15, 16, 17, 33])),
+        "kernel_size": kernel, "dilation": dilation, "stride": (1, 1) if same else pair(1, 3),
+        "padding": "same" if same else pair(0, 2), "bias": draw(st.booleans()),
+        "padding_mode": draw(st.sampled_from(["zeros", "zeros", "circular"])),
+    }  # fmt: skip
+    space = tuple(d * (k - 1) + 1 + draw(st.integers(0, 6)) for k, d in zip(kernel, dilation, strict=True))
+    return options, (draw(st.integers(1, 4)), options["in_channels"], *space)
+
+
+@built
+@settings(max_examples=120, deadline=None)
+@given(convolutions(), st.booleans(), seeds)
+@example(({"in_channels": 1, "out_channels": 16, "kernel_size": 8, "stride": 2, "padding": 2}, (3, 1, 28, 28)), True, 0)
+@example(({"in_channels": 16, "out_channels": 32, "kernel_size": 4, "stride": 2}, (3, 16, 12, 12)), False, 0)
+def test_convolutions(drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, seed: int) -> None:
+    """Each record's gradient and norm, beside a loop over single records in float64."""
+    options, shape = drawn
+    torch.manual_seed(seed)
+    layer, x = nn.Conv2d(**options), rand(*shape, seed=seed)
+    if channels_last:
+        layer, x = layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    padded, padding = conv.explicit_padding(layer, x)
+    delta = torch.randn_like(layer(x))
+    found = conv._in_one_loop(layer, padded, padding, delta)
+    for n in range(len(x)):
+        twin, one = layer.double(), x[n : n + 1].double()
+        (expected,) = torch.autograd.grad(twin(one), twin.weight, delta[n : n + 1].double())
+        torch.testing.assert_close(found.dense()[n].double(), expected, rtol=1e-4, atol=1e-4)
+        square = found.dense()[n].double().square().sum()
+        torch.testing.assert_close(found.squared_norms[n], square, rtol=1e-12, atol=0)
+    layer.float()
+
+
+@built
+def test_expanded_and_sliced_tensors_are_read_by_their_strides() -> None:
+    layer, x = nn.Conv2d(3, 5, 3, padding=1), rand(8, 3, 12, 10)[::2, :, 2:8, ::2]
+    delta = torch.ones(1, 5, 1, 1).expand(4, 5, 6, 5)
+    found = conv._in_one_loop(layer, x, [(1, 1), (1, 1)], delta)
+    torch.testing.assert_close(found.dense(), conv._instantiate(layer, x, [(1, 1), (1, 1)], delta).dense())
+
+
+@built
+def test_norms_of_very_small_gradients_do_not_vanish() -> None:
+    layer, x = nn.Conv2d(1, 2, 2), torch.full((1, 1, 2, 2), 1e-20)
+    found = conv._in_one_loop(layer, x, [(0, 0), (0, 0)], torch.full((1, 2, 1, 1), 1e-15))
+    assert found.squared_norms.item() == pytest.approx(8 * 1e-70, rel=1e-5)
+
+
+# As methods use them
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def total(method: Method, model: nn.Module, x: Tensor) -> Tensor:
+    session = method.open(model, SETTING)
+    try:
+        session.begin()
+        with session.listening():
+            session.add(bumpy_losses(model, x))
+        session.end_unit()
+        return session.finish()[0].total.clone()
+    finally:
+        session.close()
+
+
+@built
+@pytest.mark.parametrize("method", [PerExample(clip=0.3), Ternary(tau=0.02, clip=3.0), Ternary(tau=0.0)])
+def test_methods_give_the_same_without_them(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that is not finite, and one with nothing but zeros, among others."""
+    x = rand(6, 2, 4, 4)
+    x[1, 0, 0, 0], x[4] = math.nan, 0.0
+    with_loops = total(method, network(), x)
+    monkeypatch.setattr(native, "library", None)
+    torch.testing.assert_close(with_loops, total(method, network(), x), rtol=1e-5, atol=1e-6)
+    assert with_loops.any()
+
+
+@built
+def test_ternary_vectors_of_a_record_have_norm_c() -> None:
+    """The counts that clip a record are of the signs that are added, layer by layer: one record adds C, or its norm."""
+    x = rand(1, 2, 4, 4)
+    for clip in (0.5, 3.0, 1000.0):
+        found = total(Ternary(tau=0.02, clip=clip), network(), x).double().norm().item()
+        gradients = naive_gradients(network(), bumpy_losses, (x,))
+        count = sum(int((g.abs() > 0.02).sum()) for g in gradients.values())
+        assert found <= clip
+        assert found == pytest.approx(min(clip, math.sqrt(count)), rel=1e-3)
+
+
+@built
+def test_linear_layers_are_never_held_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise Refused("in full")
+
+    monkeypatch.setattr(_SignsInFull, "__init__", refuse)
+    assert total(Ternary(tau=0.02), network(), rand(6, 2, 4, 4)).any()
+
+
+@built
+def test_shared_layers_are_added_record_by_record_first() -> None:
+    """Signs are of the whole gradient of a record, not of each use of a layer."""
+    torch.manual_seed(1)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    x = rand(5, 4)
+    gradients = naive_gradients(model, bumpy_losses, (x,))
+    vectors = torch.cat([torch.where(g.abs() > 0.05, g.sign(), 0.0).flatten(1) for g in gradients.values()], 1)
+    expected = (vectors * (1.0 / vectors.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+    torch.testing.assert_close(total(Ternary(tau=0.05), model, x), expected, rtol=1e-3, atol=1e-4)
+
+
+@built
+def test_recorders_use_the_loop_for_small_patches_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    real = native.convolution_gradients
+    monkeypatch.setattr(
+        native, "convolution_gradients", lambda layer, *rest: (used.append(layer.in_channels), real(layer, *rest))[1]
+    )
+    model = nn.Sequential(nn.Conv2d(3, 40, 3, padding=1), nn.Conv2d(40, 4, 3, padding=1))
+    recorder = Recorder(model)
+    with recorder.recording():
+        recorder.backward(bumpy_losses(model, rand(2, 3, 12, 12)))
+    recorder.close()
+    assert used == [3]
