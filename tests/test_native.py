@@ -126,10 +126,13 @@ def test_convolutions(drawn: tuple[dict[str, Any], tuple[int, ...]], channels_la
 
 @built
 def test_expanded_and_sliced_tensors_are_read_by_their_strides() -> None:
-    layer, x = nn.Conv2d(3, 5, 3, padding=1), rand(8, 3, 12, 10)[::2, :, 2:8, ::2]
-    delta = torch.ones(1, 5, 1, 1).expand(4, 5, 6, 5)
-    found = conv._in_one_loop(layer, x, [(1, 1), (1, 1)], delta)
-    torch.testing.assert_close(found.dense(), conv._instantiate(layer, x, [(1, 1), (1, 1)], delta).dense())
+    layer = nn.Conv2d(3, 5, 3, padding=1)
+    large = rand(8, 3, 12, 10)
+    for x in (large[::2, :, 2:8, ::2], large.to(memory_format=torch.channels_last)[::2, :, 2:8, ::2]):
+        for one in (rand(1, 5, 1, 1), rand(4, 1, 6, 5), torch.ones(())):
+            delta = one.expand(4, 5, 6, 5)
+            found = conv._in_one_loop(layer, x, [(1, 1), (1, 1)], delta)
+            torch.testing.assert_close(found.dense(), conv._instantiate(layer, x, [(1, 1), (1, 1)], delta).dense())
 
 
 @built
