@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from . import native
 from .errors import ConfigError, PrivetError
 from .losses import loss as make_loss
 from .memory import keep_freed_memory
@@ -169,6 +170,7 @@ def measure(
         "keep_memory": keep_memory,
         "repetitions": repetitions,
         "threads": torch.get_num_threads(),
+        "loops_in_c": native.library is not None,
         "torch": torch.__version__,
     }
 

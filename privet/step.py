@@ -144,7 +144,7 @@ class Step:
         self.released = True
 
     def _post_process(self, queries: list[Query], stds: list[float], noisy: dict[str, Tensor]) -> None:
-        if not self._rules.post and type(self._session).post_process is Session.post_process:
+        if not (self._rules.post or self._session.post_processes):
             return
         gradients: dict[str, Tensor] = {}
         of_parameter: dict[str, float] = {}

@@ -176,6 +176,11 @@ class Session(ABC):
     def finish(self) -> list[Query]:
         """The sums of the step, with what one record can move them by."""
 
+    @property
+    def post_processes(self) -> bool:
+        """Whether `post_process` does anything."""
+        return type(self).post_process is not Session.post_process
+
     def post_process(self, gradients: Mapping[str, Tensor], stds: Mapping[str, float]) -> None:  # noqa: B027
         """May change the noisy sums (by parameter, with the noise in each) in place before they are handed over."""
 

@@ -204,7 +204,7 @@ class _BatchSession(Session):
         finite = torch.isfinite(losses.detach())
         for name, gradient in self._gradients(losses, finite.to(losses.dtype)).items():
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            self._sums[name] = self._sums[name].add_(wide) if name in self._sums else wide.clone()
+            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
         self._count += int(finite.sum())
 
     def _gradients(self, losses: Tensor, weights: Tensor) -> dict[str, Tensor]:
@@ -252,6 +252,10 @@ class _BatchSession(Session):
             return Sensitivity.of_contribution(clip)
         bound = 2 * clip * self.scale
         return Sensitivity(add_remove=bound, replace_one=bound)
+
+    @property
+    def post_processes(self) -> bool:
+        return self._frozen.window > 0
 
     def post_process(self, gradients: Mapping[str, Tensor], stds: Mapping[str, float]) -> None:
         self._frozen.look(gradients, stds, self._all)
