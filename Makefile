@@ -20,11 +20,11 @@ slow-test: $(VENV)/ready-dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/ready: pyproject.toml constraints.txt privet/native/kernels.c | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
-$(VENV)/ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/ready-dev: pyproject.toml constraints.txt privet/native/kernels.c | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 

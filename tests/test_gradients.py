@@ -49,7 +49,7 @@ def agree(
         torch.testing.assert_close(
             got.weighted_sum(weights), torch.einsum("n,n...->...", weights, rows), rtol=rtol, atol=close["atol"] * 9
         )
-        norms, true = got.squared_norms.sqrt(), rows.double().flatten(1).norm(dim=1)
+        norms, true = got.squared_norms.sqrt(), rows.double().reshape(len(rows), -1).norm(dim=1)
         assert got.squared_norms.shape == (len(rows),)
         assert (norms >= true * (1 - 10 * rtol) - close["atol"]).all(), f"{name}: norm below the true one"
         torch.testing.assert_close(norms, true, rtol=2e-3, atol=1e-3 * (1e-6 + scale) + 10 * atol)
@@ -68,6 +68,19 @@ def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         for p in model.parameters():  # scales of one and shifts of zero would hide mistakes
             p.add_(0.3 * torch.randn_like(p))
     return model
+
+
+class LogitScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+
+def test_a_parameter_that_is_one_number() -> None:
+    agree(built(LogitScale), rand(4, 3))
 
 
 # Layers with a rule of their own
@@ -150,6 +163,25 @@ def test_convolutions_by_either_way(make: Callable[[], nn.Module], shape: tuple[
     if len(shape) == 4:
         agree(built(make).to(memory_format=torch.channels_last), rand(*shape).to(memory_format=torch.channels_last))
     agree(built(make).float(), rand(*shape).float(), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [2, 40])
+def test_settings_of_a_convolution_that_were_changed_later(size: torch.dtype, channels: int) -> None:
+    """Torch goes by the attributes as they are now."""
+    for padding in (1, "same"):
+        layer = built(lambda padding=padding: nn.Conv2d(channels, 48, 3, padding=padding)).to(size)
+        layer.dilation = (2, 3)
+        if padding == 1:
+            layer.padding, layer.stride = (3, 2), (2, 1)
+        agree(layer, rand(3, channels, 7, 7).to(size), rtol=2e-4, atol=2e-4)
+
+
+def test_a_weight_of_another_kernel_is_refused() -> None:
+    layer = nn.Conv2d(3, 8, 3)
+    layer.weight = nn.Parameter(layer.weight[:, :, 1:2, 1:2].clone())
+    with pytest.raises(Refused, match="make a new layer"):
+        recorded(layer, bumpy_losses, (torch.ones(2, 3, 5, 5),))
 
 
 @settings(max_examples=80)

@@ -69,6 +69,21 @@ def test_norms_are_the_naive_ones_and_each_record_is_scaled_to_the_bound(name: s
         torch.testing.assert_close(layer(input=z), seen, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("norm", ["patch", "frobenius"])
+def test_settings_that_were_changed_later_count(norm: Norm) -> None:
+    """Torch goes by the attributes and the weight as they are now. With stride 2, other padding means other patches."""
+    shifted, widened = nn.Conv2d(1, 2, 2, stride=2), nn.Conv2d(1, 2, 1)
+    shifted.padding = (1, 1)
+    widened.weight = nn.Parameter(torch.randn(2, 1, 3, 3))
+    z = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    for layer, patches in ((shifted, F.unfold(z, 2, padding=1, stride=2)), (widened, F.unfold(z, 3))):
+        assert layer(z).flatten(2).shape[2] == patches.shape[2]
+        lengths = patches.norm(dim=1)
+        expected = lengths.amax(1) if norm == "patch" else lengths.norm(dim=1)
+        found = InputClip.before(layer, 2.0, norm).squared_norms(z).sqrt()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_its_gradient_is_that_of_scaling_by_constants(name: str, norm: Norm) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from typing import Any
 
 import pytest
@@ -27,9 +28,15 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler")
+@pytest.mark.skipif(shutil.which("gcc") is None or sys.platform != "linux", reason="no compiler that is known to do")
 def test_they_are_built_where_there_is_a_compiler() -> None:
     assert native.library is not None
+
+
+@built
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_VERSION", native._VERSION + 1)
+    assert native._load() is None
 
 
 def test_they_serve_single_precision_on_the_processor_only() -> None:
@@ -37,6 +44,8 @@ def test_they_serve_single_precision_on_the_processor_only() -> None:
     assert native.serves(x, x) == (native.library is not None)
     assert not native.serves(x, x.double())
     assert not native.serves(x.to("meta"))
+    assert not native.serves(torch.view_as_complex(x).conj().imag)  # its memory holds the opposite
+    assert not native.serves(torch._efficientzerotensor(2))
 
 
 # Ternary gradients
@@ -74,6 +83,24 @@ def test_a_record_that_is_not_finite_is_told_and_left_out(value: float) -> None:
     found = native.ternary_sum(delta, z, weights, 0.1)
     assert torch.equal(found, native.ternary_sum(delta[others], z[others], weights[others], 0.1))
     assert torch.isfinite(found).all()
+
+
+@built
+def test_all_threads_see_the_same_very_small_numbers() -> None:
+    """A record is clipped by a count. If the thread that counts took for zero what another adds, it would add more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(10**6).mul(2).sum()  # now there is another thread
+    delta, z = torch.full((1, 64), 1e38), torch.full((1, 64), 1e-40)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot")
+        assert native.ternary_counts(delta, z, 1e-3).item() == 64 * 64
+        assert native.ternary_sum(delta, z, torch.ones(1), 1e-3).sum().item() == 64 * 64
+        assert float(z[0, 0] * 1e38) == 0  # the setting is what it was
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
 
 
 @built
@@ -133,6 +160,22 @@ def test_expanded_and_sliced_tensors_are_read_by_their_strides() -> None:
             delta = one.expand(4, 5, 6, 5)
             found = conv._in_one_loop(layer, x, [(1, 1), (1, 1)], delta)
             torch.testing.assert_close(found.dense(), conv._instantiate(layer, x, [(1, 1), (1, 1)], delta).dense())
+
+
+@built
+@pytest.mark.parametrize("changed", ["kernel", "output", "channels", "rows"])
+def test_sizes_that_do_not_fit_are_refused(changed: str) -> None:
+    layer, x, delta, rows = nn.Conv2d(3, 8, 3, padding=1), rand(2, 3, 5, 5), rand(2, 8, 5, 5), torch.empty(2, 216)
+    if changed == "kernel":
+        layer.weight = nn.Parameter(layer.weight[:, :, 1:2, 1:2].clone())
+    elif changed == "output":
+        delta = rand(2, 8, 6, 5)
+    elif changed == "channels":
+        x = rand(2, 4, 5, 5)
+    else:
+        rows = torch.empty(2, 215)
+    with pytest.raises((Refused, ValueError)):
+        native.convolution_gradients(layer, x, [(1, 1), (1, 1)], delta, rows)
 
 
 @built

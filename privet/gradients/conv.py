@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import native
+from ..errors import Refused
+from ..nn.padding import padding_in_use
 from .linear import gram_product
 from .per_record import SLICE, Dense, PerRecord, row_squares, rule_for, scratch, squares_of, wide
 
@@ -43,6 +45,11 @@ _WORTH_STRIPS = 64
 @rule_for(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def conv(layer: Conv, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
     z, delta = wide(z), wide(delta)
+    if layer.weight.shape[2:] != layer.kernel_size:
+        raise Refused(
+            f"The weight of a convolution was replaced by one of shape {tuple(layer.weight.shape)}, and the layer "
+            f"still says that its kernel is {tuple(layer.kernel_size)}: make a new layer."
+        )
     found: dict[str, PerRecord] = {}
     padded, padding = explicit_padding(layer, z)
     if layer.groups == 1 and _ghost_is_cheaper(layer, z, delta):
@@ -64,7 +71,7 @@ def _ghost_is_cheaper(layer: Conv, z: Tensor, delta: Tensor) -> bool:
 
 def explicit_padding(layer: Conv, z: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
     """The input with circular, reflect or replicate padding applied, and the zero padding that is left per axis."""
-    both = layer._reversed_padding_repeated_twice
+    both = padding_in_use(layer)
     if layer.padding_mode != "zeros":
         return F.pad(z, both, mode=layer.padding_mode), [(0, 0)] * (z.dim() - 2)
     pairs = list(zip(both[0::2], both[1::2], strict=True))
@@ -94,7 +101,7 @@ def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: 
     groups = layer.groups
     plan = _Unrolling(layer, list(delta.shape[2:]))
     each = max(1, _BLOCK // (groups * math.prod(plan.grid) * plan.width))
-    block = min(records, each * torch.get_num_threads())
+    block = max(1, min(records, each * torch.get_num_threads()))
 
     frame, inside = _frame(z, padding, block)
     views = plan.patches(z.movedim(1, -1) if frame is None else frame)

@@ -82,8 +82,8 @@ class Dense(PerRecord):
     @classmethod
     def of(cls, gradients: Tensor, squared_norms: Tensor | None = None) -> Dense:
         shape = gradients.shape[1:]
-        rows = gradients.flatten(1).unsqueeze(0)
-        return cls(rows, lambda rows: rows[0].view(*rows.shape[1:-1], *shape), squared_norms)
+        rows = (gradients.flatten(1) if shape else gradients.unsqueeze(1)).unsqueeze(0)
+        return cls(rows, lambda rows: rows[0].view((*rows.shape[1:-1], *shape)), squared_norms)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         weights = weights.to(self.rows)

@@ -43,8 +43,10 @@ from .batch import Batch, _BatchSession
 from .per_example import PerExample
 from .thresholds import Thresholds
 
-_BLOCK = 2**24 if native.library is not None else 2**22
-"""So many entries of records' gradients are looked at at a time; in C they are not kept for linear layers."""
+_BLOCK = 2**22
+"""So many entries of records' gradients are looked at at a time."""
+_BLOCK_IN_PASSING = 2**24
+"""The same for the loops in C, which hold none of a linear layer's."""
 _TAUS = (1e-30, 1e30)
 """Where an adaptive τ stays, whatever the noise says."""
 
@@ -203,8 +205,9 @@ class _BlockRecorder(Recorder):
     def blocks(self, records: int) -> Iterator[tuple[slice, dict[str, PerRecord]]]:
         """Records by number and their gradients, which may be used until the next ones."""
         uses, self._uses = self._uses, []
-        each = sum(p.numel() for p in self.parameters.values() if p.requires_grad)
-        rows = max(1, _BLOCK // max(each, 1))
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        block_size = _BLOCK_IN_PASSING if native.serves(*trained) else _BLOCK
+        rows = max(1, block_size // max(sum(p.numel() for p in trained), 1))
         for start in range(0, records, rows):
             block = slice(start, min(start + rows, records))
             self._scratch.reclaim()

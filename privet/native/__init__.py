@@ -14,6 +14,10 @@ from typing import Any
 import torch  # first: the library must find PyTorch's OpenMP loaded, and use its threads
 from torch import Tensor, nn
 
+from ..errors import PrivetError, Refused
+
+_VERSION = 1
+"""Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_ternary_counts": (None, "ppiiifp"),
     "privet_ternary_sum": (None, "pppiiifp"),
@@ -29,10 +33,12 @@ def _load() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(found.origin)
+        if ctypes.c_int64.in_dll(library, "privet_version").value != _VERSION:
+            return None
         for name, (result, takes) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, [_TYPES[kind] for kind in takes]
-    except (OSError, AttributeError):  # built for another machine, or from another version of the file
+    except (OSError, AttributeError, ValueError):  # built for another machine, or from another version of the file
         return None
     return library
 
@@ -42,8 +48,10 @@ library = _load()
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the functions here can take these tensors."""
-    return library is not None and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
+    """Whether the functions here can take these tensors: what lies in their memory must be what they are."""
+    return library is not None and all(
+        t.dtype == torch.float32 and t.device.type == "cpu" and not (t.is_neg() or t._is_zerotensor()) for t in tensors
+    )
 
 
 def _c() -> Any:
@@ -78,19 +86,29 @@ def convolution_gradients(
 
     For any layout, stride, dilation and zero padding; one group. Norms are added up in float64.
     """
-    records, _, height, width = z.shape
+    records, channels, height, width = z.shape
     (top, bottom), (left, right) = padding
+    kernel, framed = tuple(layer.weight.shape[2:]), (height + top + bottom, width + left + right)
+    axes = zip(framed, kernel, layer.stride, layer.dilation, strict=True)
+    expected = (records, len(layer.weight), *((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in axes))
+    if delta.shape != expected or layer.weight.shape[1] != channels or min(kernel) < 1:
+        raise Refused(
+            f"A convolution with a weight of shape {tuple(layer.weight.shape)} cannot have led from {tuple(z.shape)} "
+            f"to {tuple(delta.shape)}: its forward pass does something else."
+        )
+    if not rows.is_contiguous() or rows.numel() != records * layer.weight.numel():
+        raise ValueError(f"rows of shape {tuple(rows.shape)} do not hold {records} gradients of {kernel}.")
     sizes = (
-        *z.shape, *z.stride(), *delta.shape[1:], *delta.stride(),
-        *layer.kernel_size, *layer.stride, *layer.dilation,
-        top, left, height + top + bottom, width + left + right,
+        *z.shape, *z.stride(), *delta.shape[1:], *delta.stride(), *kernel, *layer.stride, *layer.dilation,
+        top, left, *framed,
     )  # fmt: skip
     described = (ctypes.c_int64 * len(sizes))(*sizes)
     squares = torch.empty(records, dtype=torch.float64)
-    assert rows.is_contiguous() and rows.numel() == records * layer.weight.numel()
     failed = _c().privet_convolution_gradients(
         ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr()
     )
     if failed:
-        raise MemoryError("There is no memory for the gradients of a convolution.")
+        raise PrivetError(
+            "There is not enough memory for the gradients of a convolution: use smaller physical batches."
+        )
     return squares

@@ -6,11 +6,14 @@
    library is loaded. */
 
 #include <Python.h>
+#include <fenv.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+const int64_t privet_version = 1; /* of what the functions take; the same number is in __init__.py */
+
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FAST
@@ -18,7 +21,9 @@
 
 /* Ternary gradients: t(v) = 1 where v > tau, -1 where v < -tau, 0 elsewhere.
 
-   A number that is not finite spoils the count of its record: 0·v is NaN for it, and 0 for every other. */
+   A record is clipped by the count of its entries and its entries are added later, by other threads: both must see the
+   same. Whether very small numbers count as zero is a setting of each thread (torch.set_flush_denormal changes the
+   caller's alone), so it is put to its default in all of them. A number that is not finite spoils the count of its record: 0·v is NaN for it, and 0 for every other. */
 
 FAST static double count_large(float scale, const float *restrict x, int64_t size, float tau)
 {
@@ -43,30 +48,48 @@ FAST static void add_signs(float scale, const float *restrict x, int64_t size, f
     }
 }
 
+#define WIDTH 2048 /* so many columns at a time: what is added to stays in the cache */
+
 /* counts[n] += how many entries of the matrix delta[n] x[n]ᵀ have t ≠ 0; rows × columns of them. */
 void privet_ternary_counts(const float *delta, const float *x, int64_t records, int64_t rows, int64_t columns,
                            float tau, double *counts)
 {
-#pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < records; n++)
-        for (int64_t row = 0; row < rows; row++)
-            counts[n] += count_large(delta[n * rows + row], x + n * columns, columns, tau);
+#pragma omp parallel
+    {
+        fenv_t before;
+        fegetenv(&before);
+        fesetenv(FE_DFL_ENV);
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < records; n++)
+            for (int64_t row = 0; row < rows; row++)
+                for (int64_t first = 0; first < columns; first += WIDTH)
+                    counts[n] += count_large(delta[n * rows + row], x + n * columns + first,
+                                             columns - first < WIDTH ? columns - first : WIDTH, tau);
+        fesetenv(&before);
+    }
 }
 
 /* total += Σ_n weights[n]·t(delta[n] x[n]ᵀ), leaving out records of weight 0. */
 void privet_ternary_sum(const float *delta, const float *x, const float *weights, int64_t records, int64_t rows,
                         int64_t columns, float tau, float *total)
 {
-    const int64_t width = 2048, parts = (columns + width - 1) / width; /* what is added to stays in the cache */
-#pragma omp parallel for schedule(static) collapse(2)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t part = 0; part < parts; part++) {
-            const int64_t first = part * width, size = columns - first < width ? columns - first : width;
-            for (int64_t n = 0; n < records; n++)
-                if (weights[n] != 0)
-                    add_signs(delta[n * rows + row], x + n * columns + first, size, tau, weights[n],
-                              total + row * columns + first);
-        }
+    const int64_t parts = (columns + WIDTH - 1) / WIDTH;
+#pragma omp parallel
+    {
+        fenv_t before;
+        fegetenv(&before);
+        fesetenv(FE_DFL_ENV);
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t part = 0; part < parts; part++) {
+                const int64_t first = part * WIDTH, size = columns - first < WIDTH ? columns - first : WIDTH;
+                for (int64_t n = 0; n < records; n++)
+                    if (weights[n] != 0)
+                        add_signs(delta[n * rows + row], x + n * columns + first, size, tau, weights[n],
+                                  total + row * columns + first);
+            }
+        fesetenv(&before);
+    }
 }
 
 /* Weight gradients of a two-dimensional convolution, record by record. */

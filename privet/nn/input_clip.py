@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import Refused
+from .padding import padding_in_use
 
 Norm = Literal["patch", "frobenius", "input"]
 NORMS: tuple[Norm, ...] = ("patch", "frobenius", "input")
@@ -46,11 +47,11 @@ class Window:
         if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             return None
         return cls(
-            kernel=tuple(layer.kernel_size),
+            kernel=tuple(layer.weight.shape[2:]),
             stride=tuple(layer.stride),
             dilation=tuple(layer.dilation),
             groups=layer.groups,
-            padding=tuple(layer._reversed_padding_repeated_twice),
+            padding=padding_in_use(layer),
             mode=layer.padding_mode,
         )
 

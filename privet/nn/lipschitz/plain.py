@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..activations import TemperedSigmoid
+from ..padding import padding_in_use
 from .bounds import Bound, Constants, constants_for, refuse
 from .norms import INFLATION, convolution_norm, frobenius_norm, rounding, spectral_norm
 from .windows import Axis, adaptive, multiplicity
@@ -41,13 +42,11 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Bound) -> Constants
         refuse(layer, f"takes {layer.in_channels} channels, and records reach it with the shape {x.shape}.")
     if layer.padding_mode not in ("zeros", "circular"):
         refuse(layer, f"has padding_mode={layer.padding_mode!r}, and is bounded for 'zeros' and 'circular' only.")
-    padding = layer._reversed_padding_repeated_twice
-    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):  # what torch goes by then
-        padding = [size for size in reversed(layer.padding) for _ in range(2)]
+    padding = padding_in_use(layer)
     axes = [
         Axis(
             size,
-            layer.kernel_size[i],
+            layer.weight.shape[2 + i],
             layer.stride[i],
             layer.dilation[i],
             before=padding[-2 * i - 2],
