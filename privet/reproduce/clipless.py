@@ -84,8 +84,8 @@ def _table_7(name: str, method: str) -> Row:
 _SHARPNESS = (64.0, 16.0, 4.0)
 """T on CIFAR-10: the larger, the more clean accuracy and the less of it certified."""
 
-# Images are scaled onto a ball of radius 1, so scores have a norm of at most 1, and the temperature makes up for it. The
-# best of a search at epsilon 3 on validation records, one seed each (docs/results/clipless.md): data, G, learning rate.
+# Images are scaled onto a ball of radius 1, so scores have a norm of at most 1; the temperature makes up for it.
+# Data, G and learning rate: the best of a search at epsilon 3 on validation records (docs/results/clipless.md).
 _FRONTS: Mapping[str, tuple[str, float, float]] = {
     "mnist": ("mnist", 0.2, 4.0),
     "fashion": ("fashion-mnist", 0.3, 3.0),
