@@ -323,7 +323,7 @@ class TestClipless:
         """Which clipless training needs: without constants of its layers it refuses a network."""
         shapes = {"mnist": (1, 28, 28), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
         networks = {(row.settings["model"], shapes.get(row.data, (9,))): row for row in CLIPLESS.values()}
-        assert {name for name, _ in networks} == {"mlp", "lipschitz-mlp", "lipschitz-lenet", "lipschitz-vgg"}
+        assert {name for name, _ in networks} == {"mlp", "lipschitz-mlp"}
         for (name, shape), row in networks.items():
             model = MODELS[name](input_shape=shape, classes=10, **row.settings["model_options"])
             if row.settings["method"] == "clipless":
@@ -337,7 +337,7 @@ class TestClipless:
         Path("files/adbench").mkdir(parents=True)
         np.savez("files/adbench/yeast.npz", X=rng.normal(size=(1484, 8)) + y[:, None], y=y)
         row = CLIPLESS[f"table-7/yeast/{method}"]
-        row = replace(row, settings={**row.settings, "sampling": "partition", "epochs": 1.0})
+        row = replace(row, settings={**row.settings, "sampling": "partition", "steps": 5})
         study = replace(find_study("clipless"), rows=[row])
         (found,) = run_study(study, "out", data_dir="files", seeds=[0], threads=1)
         assert found["delta"] == 1e-4 and found["epsilon"] <= 1.0 and 0 <= found["auroc"] <= 1
