@@ -51,9 +51,9 @@ def certify(model: nn.Module) -> Certificate:
     places = [i for i, (_, layer) in enumerate(layers) if isinstance(layer, BoundedInput)]
     if not places:
         raise Refused(
-            "The model has no BoundedInput, so nothing bounds its records. Take a ready network (--model lipschitz-mlp, "
-            "lipschitz-lenet, …), or put privet.nn.lipschitz.BoundedInput(shape, radius) before your first layer, in an "
-            "nn.Sequential."
+            "The model has no BoundedInput, so nothing bounds its records. Take a ready network (--model "
+            "lipschitz-mlp, lipschitz-lenet, …), or put privet.nn.lipschitz.BoundedInput(shape, radius) before your "
+            "first layer, in an nn.Sequential."
         )
     try:
         before = chain(layers[: places[0] + 1], Bound(math.inf, ()))
