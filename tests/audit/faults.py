@@ -21,12 +21,13 @@ import privet.step
 from privet.accounting import Guarantee
 from privet.audit import Report, audit
 from privet.gradients.bounded import _Affine
+from privet.gradients.per_record import Dense, PerRecord
 from privet.methods import Method
 from privet.methods.backprop import Backprop, _BackpropSession
 from privet.methods.batch import Batch, _BatchSession
 from privet.methods.clipless import Clipless, _CliplessSession
 from privet.methods.per_example import PerExample, _PerExampleSession
-from privet.methods.ternary import Ternary, _Levels, _RecordSession
+from privet.methods.ternary import Ternary, _Signs
 from privet.nn.input_clip import InputClip, Window
 from privet.nn.lipschitz import Bias, BoundedInput, Conv2d, Linear
 from privet.noise import Source
@@ -250,25 +251,25 @@ def bias_not_counted(patch: Patch) -> None:
 def clip_before_discretising(patch: Patch) -> None:
     """The gradient is clipped, and its entries become −1, 0 and 1 afterwards."""
     no_clip(patch)
-    shrink = _Levels.shrink
+    of = _Signs.of
 
-    def clipped(self: _Levels, name: str, gradient: Tensor, out: Tensor) -> None:
-        shrink(self, name, gradient / gradient.norm(dim=-1, keepdim=True).clamp(min=1), out)
+    def clipped(gradient: PerRecord, tau: float) -> _Signs:
+        full = gradient.dense()
+        return of(Dense.of(full / full.flatten(1).norm(dim=1).clamp(min=1).view(-1, *[1] * (full.dim() - 1))), tau)
 
-    patch.setattr(_Levels, "shrink", clipped)
+    patch.setattr(_Signs, "of", clipped)
 
 
 def counted_before_discretising(patch: Patch) -> None:
     """The factor is that of the gradient's norm, and is put on the ternary vector."""
-    sum_of, weights = _RecordSession._sum, PerExample.weights
+    of = _Signs.of
 
-    def changed(self: _RecordSession, lost: Tensor, gradients) -> Tensor:  # type: ignore[no-untyped-def]
-        squares = torch.stack([gradient.squared_norms for gradient in gradients.values()]).sum(0)
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(PerExample, "weights", lambda method, _, clip: weights(method, squares, clip))
-            return sum_of(self, lost, gradients)
+    def counted(gradient: PerRecord, tau: float) -> _Signs:
+        found = of(gradient, tau)
+        found.counts = gradient.squared_norms
+        return found
 
-    patch.setattr(_RecordSession, "_sum", changed)
+    patch.setattr(_Signs, "of", counted)
 
 
 # Clipless
