@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -75,23 +76,31 @@ def test_words_are_one_stream_whatever_the_pieces() -> None:
     assert np.array_equal(joined, make().words(20_011))
 
 
-@pytest.mark.parametrize("level", ["system", "exact"])
+def _words(source: Source) -> bytes:
+    return source.words(4).tobytes()
+
+
+def _noise(source: Source) -> bytes:
+    return source.add_noise(torch.zeros(4), 1.0).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("level", "draw"), [("system", _words), ("exact", _words), ("system", _noise)])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_has_another_stream(level: Level) -> None:
+def test_a_forked_process_has_another_stream(level: Level, draw: Callable[[Source], bytes]) -> None:
     source = Source(level)
-    source.words(5)
+    draw(source)
     drawn = []
     for _ in range(2):
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(writer, source.words(4).tobytes())
+            os.write(writer, draw(source))
             os._exit(0)
         os.waitpid(child, 0)
         drawn.append(np.frombuffer(os.read(reader, 32), dtype=np.uint64))
         os.close(reader)
         os.close(writer)
-    drawn.append(source.words(4))
+    drawn.append(np.frombuffer(draw(source), dtype=np.uint64))
     assert len(np.unique(np.concatenate(drawn))) == 12
 
 
@@ -278,6 +287,26 @@ def test_only_flat_sums_of_enough_precision(total: torch.Tensor) -> None:
 def test_a_sum_that_is_not_finite_is_not_released(level: Level, bad: float) -> None:
     with pytest.raises(PrivetError, match="not finite"):
         make(level).add_noise(torch.tensor([0.0, bad, 1.0]), 1.0)
+
+
+def test_sums_of_any_size_get_noise_of_their_own() -> None:
+    source = make()
+    sizes = [1, noise._STORE // 2, 7, noise._STORE // 2 + 1, noise._STORE // 2 - 7, 3, *[100] * 300]
+    drawn = torch.cat([source.add_noise(torch.zeros(size), 1.0) for size in sizes]).numpy()
+    assert len(np.unique(np.stack([drawn[:-1], drawn[1:]]), axis=1).T) == len(drawn) - 1  # no two neighbours again
+    check_normal(drawn)
+
+
+def test_an_interrupted_draw_leaves_no_half_made_noise() -> None:
+    class Interrupted(Source):
+        def _normals(self, out: torch.Tensor) -> torch.Tensor:
+            out.fill_(1.0)
+            raise KeyboardInterrupt
+
+    source = Interrupted("seeded", seed=1)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            source.add_noise(torch.zeros(3), 1.0)
 
 
 def test_out_may_be_the_total_itself() -> None:
