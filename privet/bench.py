@@ -128,7 +128,7 @@ def private(case: Case, layout: str, method: Method, ledger: Path, keep_memory: 
 
     def step() -> None:
         optimizer.zero_grad()
-        private_step = Step(iter([((x, y), chunk)]), run.session, run.source, run._rules, run._pay)
+        private_step = Step(iter([((x, y), chunk)]), run.session, run.source, run._rules, run._record)
         for inputs, labels in private_step:
             private_step.backward(losses(model(inputs), labels))
         optimizer.step()

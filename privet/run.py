@@ -6,8 +6,7 @@ import logging
 import math
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from itertools import islice
@@ -158,7 +157,6 @@ class Run:
             public=public is not None,
         )
         self._ledger, self._own_ledger = _open(ledger)
-        self._clerk = ThreadPoolExecutor(1)
         with ExitStack() as undo:  # a run that cannot begin leaves the model and the ledger as they were
             undo.callback(self._close_ledger)
             self.session = method.open(model, setting)
@@ -268,7 +266,6 @@ class Run:
         self._close_ledger()
 
     def _close_ledger(self) -> None:
-        self._clerk.shutdown()
         if self._own_ledger:
             self._ledger.close()
 
@@ -393,7 +390,7 @@ class Run:
             self._public_batches() if place == 0 and self.public is not None and self.session.wants_public() else None
         )
         self._pending = Step(
-            self._chunks(drawn), self.session, self.source, self._rules, self._pay, self._new_probe(), public
+            self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe(), public
         )
         return self._pending
 
@@ -470,41 +467,24 @@ class Run:
         due = self.sampling.units(done + 1, self.records) - self.sampling.units(done, self.records)
         return max(due, 1) if self._repeats else due
 
-    def _pay(self) -> Callable[[], None]:
-        """Begins to pay for the next step; what it returns ends when that is on the disk, or fails.
-
-        Writing to the disk is mostly waiting, so it is done beside the step's backward pass. A step that fails in
-        there, after this, is paid for and not released.
-        """
-        if not self._affordable():
-            raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
-        paying = None if self._ledger.in_memory else self._clerk.submit(self._charge)
-
-        def paid() -> None:
-            self._refuse_changed_buffers()
-            if paying is None:
-                self._charge()
-            else:
-                paying.result()
-            self.steps_done += 1
-            if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
-                self._epoch_key = self.sampling.epoch_key(self.source)
-
-        return paid
-
-    def _charge(self) -> None:
-        step, due = self.steps_done + 1, self._units_due()
-        entry = self._entries[self.plan.mechanism]
-        self.units_spent += self._ledger.charge(entry, step=step, units=due, resumed=self._resumed)
-        self._resumed = self._repeats = False
-
-    def _refuse_changed_buffers(self) -> None:
+    def _record(self) -> None:
+        """Pays for the next step. Called after the sums are bounded and before their noise is drawn."""
         changed = [name for name, version in self._buffer_versions().items() if self._buffers.get(name) != version]
         if changed and self.method.records_must_be_independent:
             raise Refused(
                 f"Buffer '{changed[0]}' was changed by a forward pass over private records, so it carries statistics "
                 "of them. Nothing was released. Take the model's buffers from before, and freeze that layer: .eval()."
             )
+        if not self._affordable():
+            raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
+        step, due = self.steps_done + 1, self._units_due()
+        entry = self._entries[self.plan.mechanism]
+        self.units_spent += self._ledger.charge(entry, step=step, units=due, resumed=self._resumed)
+        self._resumed = False
+        self.steps_done += 1
+        self._repeats = False
+        if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
+            self._epoch_key = self.sampling.epoch_key(self.source)
 
     def statement(self) -> dict[str, Any]:
         """The privacy statement: what is protected, how, at what cost, and what is not covered. Public facts only."""

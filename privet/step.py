@@ -66,15 +66,13 @@ class Step:
         session: Session,
         source: Source,
         rules: Rules,
-        pay: Callable[[], Callable[[], None]],
+        record: Callable[[], None],
         probe: Probe | None = None,
         public: Iterable[tuple[Any, int]] | None = None,
     ) -> None:
         self._chunks, self._session, self._source = chunks, session, source
-        self._rules, self._pay, self._probe, self._public = rules, pay, probe, public
+        self._rules, self._record, self._probe, self._public = rules, record, probe, public
         self._waiting: tuple[int, Callable[[Tensor], None]] | None = None
-        self._paid: Callable[[], None] | None = None
-        """Waits for the payment that has begun."""
         self._begun = False
         self.open = False
         """Whether the inner loop is going on."""
@@ -93,8 +91,7 @@ class Step:
             self._session.learned()
         self._session.begin()
         for batch, chunk in self._chunks:  # sample
-            bound = self._pay_and_add if chunk.last_of_unit else self._session.add
-            yield from self._ask(batch, chunk.size, bound, self._session.listening)  # bound
+            yield from self._ask(batch, chunk.size, self._session.add, self._session.listening)  # bound
             if chunk.last_of_unit:
                 self._session.end_unit()
         self._release()
@@ -128,14 +125,10 @@ class Step:
         self._waiting = None  # also if it fails half-way: a chunk handed in again would count twice
         take(losses)
 
-    def _pay_and_add(self, losses: Tensor) -> None:
-        self._paid = self._paid or self._pay()
-        self._session.add(losses)
-
     def _release(self) -> None:
         queries = self._session.finish()
         stds = noise_stds(queries, self._rules, self._source)
-        (self._paid or self._pay())()  # record: durably, before anything is drawn
+        self._record()  # durably, before anything is drawn
         noisy = {
             q.name: self._source.add_noise(q.total, std, out=torch.empty_like(q.total))
             for q, std in zip(queries, stds, strict=True)
