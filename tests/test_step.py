@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,33 +246,47 @@ def test_a_step_cannot_be_gone_through_again() -> None:
                 step.backward(model(x).sum(1))
 
 
-def test_the_ledger_is_charged_before_noise_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ledger = Weight(), privet.Ledger(":memory:")
+@pytest.fixture(params=[":memory:", "data.ledger"])
+def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[privet.Ledger]:
+    with privet.Ledger(request.param if request.param == ":memory:" else tmp_path / request.param) as ledger:
+        yield ledger
+
+
+def test_the_ledger_is_charged_before_noise_is_drawn(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
+    model, charge, paid = Weight(), privet.Ledger.charge, []
 
     def fail(*_: Any, **__: Any) -> Tensor:
+        paid.append(sum(units for _, units in ledger.spent(run=run.id)))
         raise OSError("no randomness")
 
+    def slowly(*args: Any, **options: Any) -> int:
+        time.sleep(0.1)
+        return charge(*args, **options)
+
     monkeypatch.setattr(Source, "add_noise", fail)
+    monkeypatch.setattr(privet.Ledger, "charge", slowly)
     with Run(
         model, ones(20), method=PerExample(), sampling=Poisson(batch=20), budget=quiet(8, noise=1.0), ledger=ledger
     ) as run:
         with pytest.raises(OSError, match="no randomness"):
             take(run, lambda batch: model(batch[0]).sum(1))
-        assert sum(units for _, units in ledger.spent(run=run.id)) == 1
+        assert paid == [1] and run.units_spent == 1
         assert model.layer.weight.grad is None
 
 
-def test_a_charge_that_fails_releases_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_charge_that_fails_releases_nothing(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
     model, drawn = Weight(), []
     monkeypatch.setattr(Source, "add_noise", lambda *a, **k: drawn.append(1))
 
     def fail(*_: Any, **__: Any) -> None:
+        time.sleep(0.1)
         raise privet.LedgerError("the disk is full")
 
     monkeypatch.setattr(privet.Ledger, "charge", fail)
+    budget = quiet(8, noise=1.0)
     with (
-        Run(model, ones(20), method=PerExample(), sampling=Poisson(batch=20), budget=quiet(8, noise=1.0)) as run,
+        Run(model, ones(20), method=PerExample(), sampling=Poisson(batch=20), budget=budget, ledger=ledger) as run,
         pytest.raises(privet.LedgerError),
     ):
         take(run, lambda batch: model(batch[0]).sum(1))
-    assert not drawn and model.layer.weight.grad is None
+    assert not drawn and model.layer.weight.grad is None and run.steps_done == 0
