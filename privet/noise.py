@@ -201,7 +201,10 @@ class Source:
             out = torch.empty_like(total, dtype=torch.float64)
         if std == 0:
             return out.copy_(total)
-        for values, result in zip(torch.split(total, 2 * _PAIRS), torch.split(out, 2 * _PAIRS), strict=True):
+        blocks = [(total, out)]
+        if len(total) > 2 * _PAIRS:
+            blocks = list(zip(torch.split(total, 2 * _PAIRS), torch.split(out, 2 * _PAIRS), strict=True))
+        for values, result in blocks:
             if self.level == "exact":
                 grid = math.ldexp(std, -_GRID_BITS)
                 cells = np.rint(values.cpu().double().numpy() / grid).clip(-_EXACT_RANGE, _EXACT_RANGE)

@@ -11,42 +11,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from privet import native
 from privet.gradients.bounded import BOUNDS
-from privet.methods.backprop import _factors, _scaled
+from privet.methods.backprop import _ClippedInput
 from privet.nn.input_clip import NORMS, InputClip, Norm
 
 SLACK = 1e-5
 """Of float32, relative: margins must keep what comes out at the bound or less, but for the test's own rounding."""
 
 
-def bounded(layer: nn.Module, z: Tensor, delta: Tensor, norm: Norm, c1: float, c2: float) -> tuple[Tensor, Tensor]:
-    """The input and the gradient at the output as the layer's bound wants them."""
+def added(layer: nn.Module, x: Tensor, delta: Tensor, norm: Norm, c1: float, c2: float) -> tuple[Any, Tensor, Tensor]:
+    """What a step adds to the sums, and the clipped input and gradient that these are the gradients for."""
     rule: Any = BOUNDS[type(layer)]
+    z, factors = x, None
     if rule.clips_input:
-        z = InputClip.before(layer, c1, norm)(z)
-    factors = _factors(rule.upstream_norms(layer, z, delta, norm), c2)
-    return z, _scaled(delta, factors.to(delta.dtype))
-
-
-def added(layer: nn.Module, z: Tensor, delta: Tensor) -> dict[str, Tensor]:
+        z, factors = InputClip.before(layer, c1, norm).clip(x)
     totals = {name: torch.zeros_like(p) for name, p in layer.named_parameters() if p.requires_grad}
     with torch.no_grad():
-        BOUNDS[type(layer)].add(layer, z, delta, totals)
-    return totals
+        if factors is None:
+            whole = x
+        else:
+            folded = _ClippedInput.folded(x, z, factors)
+            whole, factors = folded.whole, folded.factors
+        clipped = rule.clip(layer, whole, delta, norm, c2, factors)
+        rule.add_clipped(layer, whole, delta, clipped, totals)
+    return totals, z, delta * clipped.factors.to(delta).view(-1, *[1] * (delta.dim() - 1))
 
 
-def holds(layer: nn.Module, z: Tensor, delta: Tensor, norm: Norm = "patch", c1: float = 0.7, c2: float = 0.3) -> None:
-    """Each record alone stays within every bound, and all together add what autograd adds."""
-    z, delta = bounded(layer, z, delta, norm, c1, c2)
-    total = added(layer, z, delta)
-    for i in range(len(z)):
-        found = added(layer, z[i : i + 1], delta[i : i + 1])
+def holds(layer: nn.Module, x: Tensor, delta: Tensor, norm: Norm = "patch", c1: float = 0.7, c2: float = 0.3) -> None:
+    """Each record alone stays within every bound, and all together add what autograd adds; in C and in PyTorch."""
+    for library in {native.library, None}:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "library", library)
+            _holds(layer, x, delta, norm, c1, c2)
+
+
+def _holds(layer: nn.Module, x: Tensor, delta: Tensor, norm: Norm, c1: float, c2: float) -> None:
+    total, z, clipped = added(layer, x, delta, norm, c1, c2)
+    for i in range(len(x)):
+        found, _, _ = added(layer, x[i : i + 1], delta[i : i + 1], norm, c1, c2)
         for part, bound in BOUNDS[type(layer)].bounds(layer, c1, c2).items():
             length = math.hypot(*[float(found[name].double().norm()) for name in part if name in found], 0.0)
             assert length <= bound * (1 + SLACK), f"record {i} adds {length} to {part}, and the bound is {bound}"
     output = layer.forward(z)  # its input is clipped already
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
-    for name, expected in zip(trained, torch.autograd.grad(output, list(trained.values()), delta), strict=True):
+    for name, expected in zip(trained, torch.autograd.grad(output, list(trained.values()), clipped), strict=True):
         torch.testing.assert_close(total[name], expected, rtol=1e-4, atol=1e-5 * c1 * c2)
 
 
@@ -155,10 +164,10 @@ def test_normalisation(name: str, of_z: str, of_delta: str, scale: float, seed: 
 def test_the_bias_of_a_frobenius_bound_is_counted() -> None:
     """Σ_t δ_t is √T times as long as all δ_t together where they agree."""
     layer = nn.Conv1d(1, 1, 3, padding=1)
-    z, delta = bounded(layer, torch.ones(1, 1, 100), torch.ones(1, 1, 100), "frobenius", 1.0, 1.0)
-    assert 0.999 < float(added(layer, z, delta)["bias"].norm()) <= 1
+    totals, _, _ = added(layer, torch.ones(1, 1, 100), torch.ones(1, 1, 100), "frobenius", 1.0, 1.0)
+    assert 0.999 < float(totals["bias"].norm()) <= 1
     layer.bias.requires_grad_(False)
-    _, free = bounded(layer, torch.ones(1, 1, 100), torch.ones(1, 1, 100), "frobenius", 1.0, 1.0)
+    _, _, free = added(layer, torch.ones(1, 1, 100), torch.ones(1, 1, 100), "frobenius", 1.0, 1.0)
     assert 0.999 < float(free.norm()) <= 1  # nothing is lost where it is not trained
 
 
@@ -167,9 +176,11 @@ def test_many_positions(norm: Norm) -> None:
     """So many that a sum in float32 would be off by more than the margin."""
     positions = 2**14 + 5000
     layer = nn.Linear(2, 2)
-    z, delta = torch.full((1, positions, 2), 3.0), torch.full((1, positions, 2), 0.1)
-    z, delta = bounded(layer, z, delta, norm, 1.0, 1.0)
-    found = {name: float(t.double().norm()) for name, t in added(layer, z.double(), delta.double()).items()}
+    x, delta = torch.full((1, positions, 2), 3.0), torch.full((1, positions, 2), 0.1)
+    _, z, delta = added(layer, x, delta, norm, 1.0, 1.0)
+    totals = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in layer.named_parameters()}
+    BOUNDS[nn.Linear].add(layer, z.double(), delta.double(), totals)
+    found = {name: float(total.norm()) for name, total in totals.items()}
     assert max(found.values()) <= 1 and found["bias"] > 0.999
 
 
@@ -217,8 +228,8 @@ def climbed(layer: Any, norm: Norm, start: str) -> float:
     climbing = torch.optim.Adam([z, delta], lr=0.05)
     worst = 0.0
     for _ in range(70):
-        clipped, scaled = bounded(layer, 10 * z.detach(), 10 * delta.detach(), norm, 1.0, 1.0)
-        worst = max(worst, float(added(layer, clipped, scaled)["weight"].norm()))
+        totals, _, _ = added(layer, 10 * z.detach(), 10 * delta.detach(), norm, 1.0, 1.0)
+        worst = max(worst, float(totals["weight"].norm()))
         scaled_to_one = z / layer.input_clip.squared_norms(z).sqrt().view(-1, *[1] * (z.dim() - 1))
         (gradient,) = torch.autograd.grad(layer.forward(scaled_to_one), layer.weight, delta, create_graph=True)
         by_channel = delta.mT if axes == 0 else delta.flatten(2)

@@ -11,6 +11,10 @@ Both hold for every stride, dilation and padding: nothing is used but that ∇W 
 c sees the patch of its group alone, so the largest over groups is enough. For the bias, ‖∇b‖ ≤ √Σ_c (Σ_t |δ_ct|)² is
 the second factor of `patch`; for `frobenius`, the norm of δ is taken to be max(‖δ‖_F, ‖Σ_t δ_t‖).
 
+Both are linear in z as in δ. So where z is an input x times a factor f of its record, f may be put on δ instead: the
+gradient of the weight is Σ_t (f·δ_t) P_t(x)ᵀ, and what goes on to x is the layer's own backward pass of f·δ. Then z is
+not kept, and the backward pass of the input clip costs nothing. Only the bias takes δ without f.
+
 Embedding and normalisation layers have few numbers per record: their gradient is measured itself.
 """
 
@@ -19,17 +23,22 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .. import native
 from ..nn.input_clip import LONG, NORMS, Norm, by_blocks
 from .conv import Conv, explicit_padding, weight_gradient
 from .per_record import RULES
 
 BOUNDS: dict[type[nn.Module], Bounded] = {}
 """The layers that backpropagation clipping can train."""
+
+MARGIN = 1 - 2.0**-13
+"""Norms and products are computed in float32; aiming this much below C2 keeps what comes out at the bound or less."""
 
 _B = TypeVar("_B", bound="type[Bounded]")
 
@@ -44,6 +53,20 @@ def bound_for(*layers: type[nn.Module]) -> Callable[[_B], _B]:
     return register
 
 
+@dataclass(frozen=True, eq=False)
+class Clipped:
+    """Gradients at a layer's output after their clip."""
+
+    delta: Tensor
+    """δ, each record times its factor and, where that is folded in, its input's factor."""
+    factors: Tensor
+    """What the clip multiplied each record with: 0 where its norm is not finite."""
+    input_factors: Tensor | None = None
+    """The input clip's, if they are in `delta`; positive."""
+    sums: Tensor | None = None
+    """Σ_t δ_t times `factors` alone, (records, channels), where they came for free."""
+
+
 class Bounded(ABC):
     """One kind of layer.
 
@@ -55,6 +78,9 @@ class Bounded(ABC):
     clips_input: ClassVar[bool] = True
     norms: ClassVar[tuple[Norm, ...]] = NORMS
     """Pairs of norms to choose from."""
+    folds: ClassVar[bool] = False
+    """Whether an input's factor may be put on δ instead (this file's head): `add_clipped` then gets the input as it was
+    before its clip."""
 
     @abstractmethod
     def upstream_norms(self, layer: Any, z: Tensor, delta: Tensor, norm: Norm) -> Tensor:
@@ -68,11 +94,22 @@ class Bounded(ABC):
     def add(self, layer: Any, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
         """Adds the gradients of all records to the totals of the layer's parameters (those that are trained)."""
 
-    def add_clipped(
-        self, layer: Any, z: Tensor, delta: Tensor, factors: Tensor, clipped: Tensor, totals: Mapping[str, Tensor]
-    ) -> None:
-        """`add` for clipped = delta·factors, of which a layer may rather take its two parts."""
-        self.add(layer, z, clipped, totals)
+    def clip(
+        self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None
+    ) -> Clipped:
+        """δ with each record's norm at most `clip`, and `input_factors` on it."""
+        norms = self.upstream_norms(layer, z, delta, norm)
+        factors = (clip * MARGIN / norms).clamp(max=1).masked_fill(~torch.isfinite(norms), 0)
+        both = (factors if input_factors is None else factors * input_factors).to(delta.dtype)
+        shaped = both.view(-1, *[1] * (delta.dim() - 1))
+        scaled = delta if bool((both == 1).all()) else delta * shaped
+        if bool((factors == 0).any()):
+            scaled = scaled.masked_fill_(shaped == 0, 0)
+        return Clipped(scaled, factors, input_factors)
+
+    def add_clipped(self, layer: Any, z: Tensor, delta: Tensor, clipped: Clipped, totals: Mapping[str, Tensor]) -> None:
+        """`add` for clipped.delta, of which a layer may rather take the parts."""
+        self.add(layer, z, clipped.delta, totals)
 
 
 class _Affine(Bounded):
@@ -81,6 +118,8 @@ class _Affine(Bounded):
     Formal guarantee: C1·C2 for the weight and C2 for the bias, by either pair of norms (see this file's head). Together
     they are √(C1² + 1)·C2.
     """
+
+    folds = True
 
     def upstream_norms(self, layer: Any, z: Tensor, delta: Tensor, norm: Norm) -> Tensor:
         channels, positions = self._axes(delta)
@@ -99,6 +138,20 @@ class _Affine(Bounded):
     def bounds(self, layer: Any, input_clip: float, gradient_clip: float) -> Mapping[tuple[str, ...], float]:
         return {("weight",): input_clip * gradient_clip, ("bias",): gradient_clip}
 
+    def add_clipped(self, layer: Any, z: Tensor, delta: Tensor, clipped: Clipped, totals: Mapping[str, Tensor]) -> None:
+        if clipped.input_factors is None:
+            self.add(layer, z, clipped.delta, totals)
+            return
+        self.add(layer, z, clipped.delta, {name: total for name, total in totals.items() if name == "weight"})
+        if "bias" not in totals:
+            return
+        if clipped.sums is not None:
+            totals["bias"].add_(clipped.sums.sum(0))
+            return
+        _, positions = self._axes(delta)
+        sums = clipped.delta.sum(positions) if positions else clipped.delta
+        totals["bias"].add_(sums.mT @ clipped.input_factors.reciprocal().to(sums.dtype))
+
 
 @bound_for(nn.Linear)
 class LinearBound(_Affine):
@@ -106,6 +159,14 @@ class LinearBound(_Affine):
 
     def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
         return delta.dim() - 1, list(range(1, delta.dim() - 1))
+
+    def clip(
+        self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None
+    ) -> Clipped:
+        if delta.dim() != 2 or not native.serves(delta):
+            return super().clip(layer, z, delta, norm, clip, input_factors)
+        scaled, factors = native.clip_rows(delta, clip * MARGIN, input_factors)
+        return Clipped(scaled, factors, input_factors)
 
     def add(self, layer: nn.Linear, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
         rows = delta.flatten(0, -2)
@@ -125,6 +186,14 @@ class ConvBound(_Affine):
 
     def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
         return 1, list(range(2, delta.dim()))
+
+    def clip(
+        self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None
+    ) -> Clipped:
+        if norm == "frobenius" or not (native.serves(delta) and native.dense(delta) and delta.numel()):
+            return super().clip(layer, z, delta, norm, clip, input_factors)
+        scaled, factors, sums = native.clip_gradients(delta, clip * MARGIN, input_factors)
+        return Clipped(scaled, factors, input_factors, sums)
 
     def add(self, layer: Conv, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
         if "weight" in totals:
@@ -157,13 +226,12 @@ class MeasuredBound(Bounded):
         return {("weight", "bias"): gradient_clip}
 
     def add(self, layer: Any, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
-        self.add_clipped(layer, z, delta, delta.new_ones(len(delta)), delta, totals)
+        self.add_clipped(layer, z, delta, Clipped(delta, delta.new_ones(len(delta))), totals)
 
-    def add_clipped(
-        self, layer: Any, z: Tensor, delta: Tensor, factors: Tensor, clipped: Tensor, totals: Mapping[str, Tensor]
-    ) -> None:
-        """Each record's ∇ as it was measured, times its factor: where positions cancel, those of `clipped` may not."""
+    def add_clipped(self, layer: Any, z: Tensor, delta: Tensor, clipped: Clipped, totals: Mapping[str, Tensor]) -> None:
+        """Each record's ∇ as it was measured, times its factor: where positions cancel, the clipped ones may not."""
         found = RULES[type(layer)](layer, z, delta)
+        factors = clipped.factors.to(delta.dtype)
         for name, total in totals.items():
             found[name].drop(factors == 0)
             found[name].accumulate(factors, total)

@@ -126,14 +126,15 @@ def squares_of(norms: Tensor, size: int) -> Tensor:
 def full_precision(like: Tensor) -> Iterator[None]:
     """Bounds are computed in float32 as it stands, whatever precision the user allows the model's own products."""
     allowed = torch.get_float32_matmul_precision()
-    if allowed != "highest":
-        torch.set_float32_matmul_precision("highest")
+    if allowed == "highest" and not torch.is_autocast_enabled(like.device.type):
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(like.device.type, enabled=False):
             yield
     finally:
-        if allowed != "highest":
-            torch.set_float32_matmul_precision(allowed)
+        torch.set_float32_matmul_precision(allowed)
 
 
 def wide(tensor: Tensor) -> Tensor:

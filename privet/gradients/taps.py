@@ -135,8 +135,12 @@ class Taps(ABC):
         What it returns goes on to the layers before in place of these gradients; None leaves them as they are.
         """
 
-    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> None:  # noqa: B027
-        """A layer was called with these inputs and is about to be tapped."""
+    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A layer was called with these inputs and is about to be tapped: what `take` will need of them."""
+        return inputs
+
+    def leave(self, unit: Unit) -> None:  # noqa: B027
+        """A layer's forward pass is over, or has failed."""
 
     @property
     def on(self) -> bool:
@@ -202,6 +206,7 @@ class Taps(ABC):
 
         def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             trained = bool(switched)
+            self.leave(unit)
             for p in switched:
                 p.requires_grad_(True)
             switched.clear()
@@ -224,8 +229,8 @@ class Taps(ABC):
             # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
             outputs = [x.clone() for x in float_outputs(output)]
             shapes = [x.shape for x in outputs]
-        self.enter(unit, inputs)
-        self.bytes_seen += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
+        kept = self.enter(unit, inputs)
+        self.bytes_seen += sum(x.numel() * x.element_size() for x in (*kept, *outputs))
         if not outputs:
             raise Refused(
                 f"Layer {unit.described} has parameters of its own and returns a {type(output).__name__}, which Privet "
@@ -233,7 +238,7 @@ class Taps(ABC):
             )
         use = Use(self, unit, shapes, call)
         tapped = _Tap.apply(  # type: ignore[no-untyped-call]
-            use, self._anchor, *outputs, *[x.detach() for x in inputs]
+            use, self._anchor, *outputs, *[x.detach() for x in kept]
         )
         if call is None:
             return tapped if tapped.shape == output.shape else tapped.view(output.shape)

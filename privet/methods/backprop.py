@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import CheckpointError, ConfigError, Refused
 from ..gradients.bounded import BOUNDS, Bounded
@@ -33,10 +32,8 @@ from ..noise import Allocation
 from ..options import option
 from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 
-_MARGIN = 1 - 2.0**-13
-"""Norms and products are computed in float32; aiming this much below C2 keeps what comes out at the bound or less."""
-_NEARLY = 1 - 2.0**-10
-"""A clipped input that is longer than this part of C1 counts as one that was clipped."""
+_SMALL = 2.0**-20
+"""Input factors below this are not put on gradients, which might become too small for float32."""
 
 _Clips = float | Mapping[str, float]
 
@@ -163,12 +160,13 @@ class _BackpropSession(Session):
         self.taps = _ClippingTaps(model, self)
         self._learning = False
         self._layers: dict[str, _Layer] = {}
-        self._handles: list[RemovableHandle] = []
         self._seen: dict[tuple[str, str, Norm], list[float]] = {}
         """Norms of public records: by layer, input or gradient, and pair of norms."""
         self._lost: Tensor | None = None
-        self._clipped: dict[str, Tensor] = {}
+        self._clipped: dict[str, _ClippedInput] = {}
         """What came out of a layer's input clip and has not reached the layer yet."""
+        self._keeping: dict[str, ExitStack] = {}
+        """Layers at work, while which autograd keeps something else than it is told."""
         self._norm_chosen = method.norm != "auto"
         self._known_shape: list[object] = []
         try:
@@ -228,7 +226,7 @@ class _BackpropSession(Session):
             math.inf if self.method.clips == "public" else _of(self.method.gradient_clip, unit.name, "gradient_clip")
         )
         if clip is not None:
-            self._handles.append(clip.register_forward_hook(self._watch_input(unit.name, clip)))
+            clip.instead.append(self._clip_input)
         return _Layer(unit, rule, clip, start, rule.norms[0] if clip is None else clip.norm)
 
     def _refuse_changes_within_a_step(self) -> None:
@@ -271,34 +269,34 @@ class _BackpropSession(Session):
         self._lost = None if bool(finite.all()) else ~finite
         self.taps.backward(losses, finite.to(losses.dtype))
 
-    def enter(self, unit: Unit, z: Tensor) -> None:
+    def enter(self, unit: Unit, z: Tensor) -> Sequence[Tensor]:
         """A layer is about to be tapped: what it was given must be what came out of its clip."""
         layer = self._layers.get(unit.name)
         if layer is None or layer.clip is None:
-            return
-        if self._clipped.pop(unit.name, None) is not z:
+            return [z]
+        clipped = self._clipped.pop(unit.name, None)
+        if clipped is None or clipped.output is not z:
             raise Refused(
                 f"The input of layer {unit.described} is not what its input clip gave: a hook of the layer changes it, "
                 "or the clip was replaced. Change the input before the layer is called."
             )
+        return [clipped.whole, clipped.factors]
 
-    def take(self, name: str, z: Tensor, delta: Tensor) -> Tensor:
+    def take(self, name: str, z: Tensor, input_factors: Tensor | None, delta: Tensor) -> Tensor:
         """Clips the gradient at a layer's output, adds the layer's gradients up, and gives what goes on."""
         layer = self._layers[name]
         if self._learning:
             for norm in self._candidates(layer):
                 self._see(name, "gradient", norm, layer.rule.upstream_norms(layer.unit.layer, z, delta, norm))
-        norms = layer.rule.upstream_norms(layer.unit.layer, z, delta, layer.norm)
-        factors = _factors(norms, layer.gradient_clip).to(delta.dtype)
-        clipped = _scaled(delta, factors)
+        folded = input_factors if layer.rule.folds else None
+        clipped = layer.rule.clip(layer.unit.layer, z, delta, layer.norm, layer.gradient_clip, folded)
         if self._learning:
-            return clipped
-        layer.rule.add_clipped(layer.unit.layer, z, delta, factors, clipped, layer.totals)
-        self._count((name, "gradient"), norms <= layer.gradient_clip, factors > 0)
-        if layer.clip is not None and (name, "input") in self._below:
-            below = layer.clip.squared_norms(z) <= (layer.input_clip * _NEARLY) ** 2
-            self._count((name, "input"), below, factors > 0)
-        return clipped
+            return clipped.delta
+        layer.rule.add_clipped(layer.unit.layer, z, delta, clipped, layer.totals)
+        self._count((name, "gradient"), clipped.factors == 1, clipped.factors > 0)
+        if input_factors is not None:
+            self._count((name, "input"), input_factors == 1, clipped.factors > 0)
+        return clipped.delta
 
     def finish(self) -> list[Query]:
         queries = [query for layer in self._layers.values() for query in layer.queries()]
@@ -383,21 +381,31 @@ class _BackpropSession(Session):
             return [layer.norm]
         return [norm for norm in layer.rule.norms if norm != "input"] or layer.rule.norms
 
-    def _watch_input(self, name: str, own: InputClip) -> Any:
-        def watch(clip: InputClip, args: tuple[Any, ...], output: Tensor) -> None:
-            layer = self._layers.get(name)
-            if clip is not own or layer is None or not self.taps.on:
-                return
-            if self._learning:
-                for norm in self._candidates(layer):
-                    self._see(name, "input", norm, clip.squared_norms(args[0].detach(), norm).sqrt())
-            elif (float(clip.bound), clip.norm, clip.window) != (
-                layer.input_clip, layer.norm, Window.of(layer.unit.layer),
-            ):  # fmt: skip
-                raise Refused(f"The input clip of layer {layer.unit.described} was changed in the middle of a step.")
-            self._clipped[name] = output
+    def _clip_input(self, clip: InputClip, x: Tensor) -> Tensor | None:
+        """Clips in the module's place while the layers are tapped; a copy of the module is not ours."""
+        layer = next((layer for layer in self._layers.values() if layer.clip is clip), None)
+        if layer is None or not self.taps.on:
+            return None
+        name = layer.unit.name
+        if self._learning:
+            for norm in self._candidates(layer):
+                self._see(name, "input", norm, clip.squared_norms(x.detach(), norm).sqrt())
+        elif (float(clip.bound), clip.norm, clip.window) != (
+            layer.input_clip, layer.norm, Window.of(layer.unit.layer),
+        ):  # fmt: skip
+            raise Refused(f"The input clip of layer {layer.unit.described} was changed in the middle of a step.")
+        z, factors = clip.clip(x.detach())
+        if layer.rule.folds:
+            clipped = _ClippedInput.folded(x, z, factors)
+            self._keeping[name] = _keeping(clipped.whole.detach(), instead_of=z)
+        else:
+            clipped = _ClippedInput.multiplied(x, z, factors)
+        self._clipped[name] = clipped
+        return clipped.output
 
-        return watch
+    def leave(self, unit: Unit) -> None:
+        if unit.name in self._keeping:
+            self._keeping.pop(unit.name).close()
 
     def _see(self, layer: str, what: str, norm: Norm, norms: Tensor) -> None:
         found = self._seen.setdefault((layer, what, norm), [])
@@ -430,9 +438,9 @@ class _BackpropSession(Session):
 
     def close(self) -> None:
         self.taps.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for layer in self._layers.values():
+            if layer.clip is not None:
+                layer.clip.instead = [clips for clips in layer.clip.instead if clips != self._clip_input]
 
 
 class _ClippingTaps(Taps):
@@ -449,8 +457,11 @@ class _ClippingTaps(Taps):
         self._scratch.reclaim()
         self.run_backward(losses, weights)
 
-    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> None:
-        self._session.enter(unit, inputs[0])
+    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._session.enter(unit, inputs[0])
+
+    def leave(self, unit: Unit) -> None:
+        self._session.leave(unit)
 
     def take(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor]:
         unit = use.unit
@@ -460,24 +471,68 @@ class _ClippingTaps(Taps):
                 "one use of each layer. Give each use a layer of its own, or take another method."
             )
         self._arrived.add(unit.name)
-        delta = cast(Tensor, deltas[0])
-        with torch.no_grad(), full_precision(inputs[0]), self.switched(False), using(self._scratch):
-            passed = self._session.take(unit.name, wide(inputs[0]), wide(delta))
+        delta, (z, *factors) = cast(Tensor, deltas[0]), inputs
+        with torch.no_grad(), full_precision(z), self.switched(False), using(self._scratch):
+            passed = self._session.take(unit.name, wide(z), factors[0] if factors else None, wide(delta))
         return [passed.to(delta.dtype)]
 
 
-def _factors(norms: Tensor, clip: float) -> Tensor:
-    """What scales each record to norm at most `clip`; zero where the norm is not finite."""
-    factors = (clip * _MARGIN / norms).clamp(max=1)
-    return factors.masked_fill(~torch.isfinite(norms), 0)
+@dataclass(frozen=True, eq=False)
+class _ClippedInput:
+    """An input on its way from its clip to the layer."""
+
+    output: Tensor
+    """What the layer gets."""
+    whole: Tensor
+    """What the tap keeps: where the factors are folded, the input as it was, which is in memory anyway."""
+    factors: Tensor
+
+    @classmethod
+    def folded(cls, x: Tensor, z: Tensor, factors: Tensor) -> _ClippedInput:
+        """With whole·factors = z, factors of at least `_SMALL`, and a backward pass that leaves them to the tap."""
+        output = _Folded.apply(x, z)  # type: ignore[no-untyped-call]
+        small = factors < _SMALL
+        if not bool(small.any()):
+            return cls(output, x, factors)
+        whole, factors = x.detach().clone(), factors.clone()
+        whole[small] = 2 * z[small]  # also where x is not finite and z is zero
+        factors[small] = 0.5
+        return cls(output, whole, factors)
+
+    @classmethod
+    def multiplied(cls, x: Tensor, z: Tensor, factors: Tensor) -> _ClippedInput:
+        shaped = factors.view(-1, *[1] * (x.dim() - 1))
+        output = torch.where(shaped > 0, (x * shaped).to(x.dtype), 0)
+        return cls(output, output, factors)
 
 
-def _scaled(delta: Tensor, factors: Tensor) -> Tensor:
-    shaped = factors.view(-1, *[1] * (delta.dim() - 1))
-    if bool((factors == 1).all()):
-        return delta
-    scaled = delta * shaped
-    return scaled.masked_fill_(shaped == 0, 0) if bool((factors == 0).any()) else scaled
+def _keeping(x: Tensor, instead_of: Tensor) -> ExitStack:
+    """Until it is closed, autograd keeps `x` where an operation asks it to keep the other one.
+
+    A convolution keeps its input whether or not the gradient of its weight is wanted, and that alone would read more
+    than the shape of it. As `x` is in memory anyway, the clipped input need not be.
+    """
+    until = ExitStack()
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # else it is someone else's, to recompute
+        until.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda kept: x if kept.data_ptr() == instead_of.data_ptr() and kept.shape == x.shape else kept,
+                lambda kept: kept,
+            )
+        )
+    return until
+
+
+class _Folded(torch.autograd.Function):
+    """An input's clip whose backward pass is the tap's business: the gradient that comes has the factors on it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor) -> Tensor:
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _within_reason(clip: float) -> float:

@@ -16,15 +16,18 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 1
+_VERSION = 2
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_ternary_counts": (None, "ppiiifp"),
     "privet_ternary_sum": (None, "pppiiifp"),
     "privet_convolution_gradients": (ctypes.c_int, "ppppp"),
+    "privet_clip_rows": (None, "piidppp"),
+    "privet_clip_patches": (ctypes.c_int, "ppdpp"),
+    "privet_clip_gradients": (ctypes.c_int, "piiiidpppp"),
 }
-"""What each function returns, and what it takes: pointers, int64 and float."""
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+"""What each function returns, and what it takes: pointers, int64, float and double."""
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
 
 def _load() -> ctypes.CDLL | None:
@@ -107,8 +110,69 @@ def convolution_gradients(
     failed = _c().privet_convolution_gradients(
         ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr()
     )
-    if failed:
-        raise PrivetError(
-            "There is not enough memory for the gradients of a convolution: use smaller physical batches."
-        )
+    _check(failed)
     return squares
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise PrivetError("There is not enough memory for a layer's gradients: use smaller physical batches.")
+
+
+def dense(x: Tensor) -> bool:
+    """Whether the records of (records, channels, height, width) lie one after another, channels first or last."""
+    return x.dim() == 4 and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
+
+
+def clip_rows(x: Tensor, target: float, also: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(records, size): each row times the factor that makes it at most `target` long, and times `also`; the factors.
+
+    A row whose length is not finite becomes zero, as its factor.
+    """
+    x = x.contiguous()
+    out, factors = torch.empty_like(x), torch.empty(len(x))
+    also = None if also is None else also.float().contiguous()
+    _c().privet_clip_rows(
+        x.data_ptr(), *x.shape, target, 0 if also is None else also.data_ptr(), out.data_ptr(), factors.data_ptr()
+    )
+    return out, factors
+
+
+def clip_patches(
+    x: Tensor,
+    target: float,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+) -> tuple[Tensor, Tensor]:
+    """`dense` records, each times the factor that makes its longest patch at most `target` long; the factors.
+
+    Zeros are around the records. What is not finite, as in `clip_rows`.
+    """
+    axes = zip(x.shape[2:], kernel, stride, dilation, padding, strict=True)
+    positions = [(n + before + after - d * (k - 1) - 1) // s + 1 for n, k, s, d, (before, after) in axes]
+    last = not x.is_contiguous()
+    sizes = (*x.shape, last, *kernel, *stride, *dilation, padding[0][0], padding[1][0], *positions)
+    described = (ctypes.c_int64 * len(sizes))(*sizes)
+    out, factors = torch.empty_like(x), torch.empty(len(x))
+    _check(
+        _c().privet_clip_patches(ctypes.addressof(described), x.data_ptr(), target, out.data_ptr(), factors.data_ptr())
+    )
+    return out, factors
+
+
+def clip_gradients(delta: Tensor, target: float, also: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`dense` gradients, times factors so that √Σ_c (Σ_t |δ_ct|)² is at most `target`, and times `also`.
+
+    Then the factors, and Σ_t δ_t times the factors alone. What is not finite, as in `clip_rows`.
+    """
+    records, channels, height, width = delta.shape
+    out, factors, sums = torch.empty_like(delta), torch.empty(records), torch.empty(records, channels)
+    also = None if also is None else also.float().contiguous()
+    failed = _c().privet_clip_gradients(
+        delta.data_ptr(), records, channels, height * width, not delta.is_contiguous(), target,
+        0 if also is None else also.data_ptr(), out.data_ptr(), factors.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
+    _check(failed)
+    return out, factors, sums

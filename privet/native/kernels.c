@@ -7,11 +7,13 @@
 
 #include <Python.h>
 #include <fenv.h>
+#include <float.h>
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 1; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 2; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -201,6 +203,186 @@ int privet_convolution_gradients(const convolution *c, const float *x, const flo
             squares[n] = sum_of_squares(out, size);
         }
         free(frame);
+    }
+    return failed;
+}
+
+/* Clips: a record is measured and scaled while it is in the cache.
+
+   What scales a record of this squared length to `target`, and 0 for one whose squared length float32 cannot hold. */
+static float factor_of(double square, double target)
+{
+    if (!(square <= FLT_MAX)) return 0;
+    return square > target * target ? (float)(target / sqrt(square)) : 1.0f;
+}
+
+/* A record whose factor is 0 becomes 0, whatever is in it. */
+FAST static void scale(const float *restrict x, int64_t size, float factor, float *restrict out)
+{
+    if (factor == 0)
+        memset(out, 0, sizeof(float) * (size_t)size);
+    else
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor;
+}
+
+#define RUN 1024 /* so many numbers are added up in float32 before float64 takes over */
+
+FAST static double squared_length(const float *restrict x, int64_t size)
+{
+    double square = 0;
+    for (int64_t first = 0; first < size; first += RUN) {
+        const int64_t last = size - first < RUN ? size : first + RUN;
+        float part = 0;
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = first; i < last; i++) part += x[i] * x[i];
+        square += part;
+    }
+    return square;
+}
+
+/* Rows of `size` numbers, each at most `target` long: out[n] = x[n]·factors[n]·also[n], where `also` may be NULL. */
+void privet_clip_rows(const float *x, int64_t records, int64_t size, double target, const float *also, float *out,
+                      float *factors)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < records; n++) {
+        factors[n] = factor_of(squared_length(x + n * size, size), target);
+        scale(x + n * size, size, also ? factors[n] * also[n] : factors[n], out + n * size);
+    }
+}
+
+typedef struct {
+    int64_t records, channels, height, width, channels_last; /* of the input */
+    int64_t kernel_height, kernel_width, stride_y, stride_x, dilation_y, dilation_x, top, left, out_height, out_width;
+} window;
+
+/* The largest sum of squares in one patch; `energy` and `bands` have room for the input's and the patches' rows. */
+FAST static double largest_patch(const window *w, const float *restrict x, float *restrict energy,
+                                 float *restrict bands)
+{
+    const int64_t positions = w->height * w->width;
+    if (w->channels_last)
+        for (int64_t p = 0; p < positions; p++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = 0; c < w->channels; c++) sum += x[p * w->channels + c] * x[p * w->channels + c];
+            energy[p] = sum;
+        }
+    else {
+        memset(energy, 0, sizeof(float) * (size_t)positions);
+        for (int64_t c = 0; c < w->channels; c++)
+#pragma omp simd
+            for (int64_t p = 0; p < positions; p++) energy[p] += x[c * positions + p] * x[c * positions + p];
+    }
+    memset(bands, 0, sizeof(float) * (size_t)(w->out_height * w->width));
+    for (int64_t row = 0; row < w->out_height; row++)
+        for (int64_t tap = 0; tap < w->kernel_height; tap++) {
+            const int64_t from = row * w->stride_y + tap * w->dilation_y - w->top;
+            if (from < 0 || from >= w->height) continue;
+#pragma omp simd
+            for (int64_t i = 0; i < w->width; i++) bands[row * w->width + i] += energy[from * w->width + i];
+        }
+    float largest = 0;
+    for (int64_t row = 0; row < w->out_height; row++)
+        for (int64_t column = 0; column < w->out_width; column++) {
+            float sum = 0;
+            for (int64_t tap = 0; tap < w->kernel_width; tap++) {
+                const int64_t from = column * w->stride_x + tap * w->dilation_x - w->left;
+                if (from >= 0 && from < w->width) sum += bands[row * w->width + from];
+            }
+            if (!(sum <= largest)) largest = sum; /* NaN too, which stays: nothing is larger */
+            if (isnan(largest)) return largest;
+        }
+    return largest;
+}
+
+/* out[n] = x[n]·factors[n], so that no patch is longer than `target`. 0, or 1 if there was no memory. */
+int privet_clip_patches(const window *w, const float *x, double target, float *out, float *factors)
+{
+    const int64_t size = w->channels * w->height * w->width;
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *energy = malloc(sizeof(float) * (size_t)((w->height + w->out_height) * w->width));
+        if (!energy) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < w->records; n++) {
+            if (!energy) continue;
+            factors[n] = factor_of(largest_patch(w, x + n * size, energy, energy + w->height * w->width), target);
+            scale(x + n * size, size, factors[n], out + n * size);
+        }
+        free(energy);
+    }
+    return failed;
+}
+
+/* Σ_t |d_ct| and Σ_t d_ct of each channel of one record, in float64. */
+FAST static void sum_positions(const float *restrict d, int64_t channels, int64_t positions, int channels_last,
+                               double *restrict sizes, double *restrict sums, float *restrict parts)
+{
+    memset(sizes, 0, sizeof(double) * (size_t)channels);
+    memset(sums, 0, sizeof(double) * (size_t)channels);
+    for (int64_t first = 0; first < positions; first += RUN / 4) {
+        const int64_t last = positions - first < RUN / 4 ? positions : first + RUN / 4;
+        if (channels_last) {
+            float *restrict others = parts + channels;
+            memset(parts, 0, 2 * sizeof(float) * (size_t)channels);
+            for (int64_t p = first; p < last; p++)
+#pragma omp simd
+                for (int64_t c = 0; c < channels; c++) {
+                    parts[c] += fabsf(d[p * channels + c]);
+                    others[c] += d[p * channels + c];
+                }
+            for (int64_t c = 0; c < channels; c++) {
+                sizes[c] += parts[c];
+                sums[c] += others[c];
+            }
+        } else
+            for (int64_t c = 0; c < channels; c++) {
+                float size = 0, sum = 0;
+#pragma omp simd reduction(+ : size, sum)
+                for (int64_t p = first; p < last; p++) {
+                    size += fabsf(d[c * positions + p]);
+                    sum += d[c * positions + p];
+                }
+                sizes[c] += size;
+                sums[c] += sum;
+            }
+    }
+}
+
+/* Gradients at a convolution's output, each at most `target` long by √Σ_c (Σ_t |d_ct|)²:
+   out[n] = d[n]·factors[n]·also[n], where `also` may be NULL, and sums[n] = factors[n]·Σ_t d[n]_t.
+   0, or 1 if there was no memory. */
+int privet_clip_gradients(const float *d, int64_t records, int64_t channels, int64_t positions, int64_t channels_last,
+                          double target, const float *also, float *out, float *factors, float *sums)
+{
+    const int64_t size = channels * positions;
+    int failed = 0;
+#pragma omp parallel
+    {
+        double *sizes = malloc((2 * sizeof(double) + 2 * sizeof(float)) * (size_t)channels);
+        if (!sizes) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < records; n++) {
+            if (!sizes) continue;
+            double *totals = sizes + channels, square = 0;
+            sum_positions(d + n * size, channels, positions, (int)channels_last, sizes, totals,
+                          (float *)(totals + channels));
+            for (int64_t c = 0; c < channels; c++) square += sizes[c] * sizes[c];
+            const float factor = factors[n] = factor_of(square, target);
+            for (int64_t c = 0; c < channels; c++)
+                sums[n * channels + c] = factor == 0 ? 0 : (float)(factor * totals[c]);
+            scale(d + n * size, size, also ? factor * also[n] : factor, out + n * size);
+        }
+        free(sizes);
     }
     return failed;
 }

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import native
 from ..errors import Refused
 from .padding import padding_in_use
 
@@ -26,6 +27,8 @@ _BLOCK = 2**17
 """Numbers that are worked on at a time, few enough to stay in the cache."""
 _LONG_AXIS = 512
 """Up to this length sums over patches are a product with a matrix, which is faster and grows with the square."""
+_SHORT = 2**10
+"""Sums over a patch's channels and positions of at most this many terms are added up in float32 by the loops in C."""
 LONG = 2**14
 """Sums of more terms than this are computed in float64, as float32 would lose more than the margin."""
 
@@ -124,6 +127,8 @@ class InputClip(nn.Module):
         self.register_buffer("bound", torch.tensor(float(bound), dtype=torch.float32))
         self.register_buffer("kind", torch.tensor(NORMS.index(norm), dtype=torch.uint8))
         self.norm: Norm = norm
+        self.instead: list[Callable[[InputClip, Tensor], Tensor | None]] = []
+        """Who clips in this module's place while the layer is trained, or leaves it to the next one with None."""
 
     @classmethod
     def before(cls, layer: nn.Module, bound: float, norm: Norm) -> InputClip:
@@ -199,6 +204,9 @@ class InputClip(nn.Module):
 
     def _clipped(self, x: Tensor) -> Tensor:
         """The factor counts as a constant in the backward pass, which then needs no norms: one product is enough."""
+        for instead in self.instead:
+            if (clipped := instead(self, x)) is not None:
+                return clipped
         with torch.no_grad():
             squares = self.squared_norms(x)
             factors = self._factors(x, squares)
@@ -209,11 +217,39 @@ class InputClip(nn.Module):
         clipped = (x * factors).to(x.dtype)
         return clipped if plain and bool(finite.all()) else torch.where(finite, clipped, 0)
 
+    @torch.no_grad()
+    def clip(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What becomes of the records, and the factor of each: 0 for one that is not finite."""
+        target, window = _MARGIN * float(self.bound), self.window
+        if native.serves(x) and window is None and x.dim() == 2:
+            return native.clip_rows(x, target)
+        if native.serves(x) and native.dense(x) and window is not None and self._patches_are_short(x, window):
+            left, right, top, bottom = window.padding
+            return native.clip_patches(
+                x, target, window.kernel, window.stride, window.dilation, [(top, bottom), (left, right)]
+            )
+        squares = self.squared_norms(x)
+        finite = torch.isfinite(squares)
+        factors = self._factors(x, squares)
+        clipped = torch.where(finite.view(factors.shape), (x * factors).to(x.dtype), 0)
+        return clipped, factors.flatten().masked_fill(~finite, 0)
+
+    def _patches_are_short(self, x: Tensor, window: Window) -> bool:
+        return (
+            self.norm == "patch"
+            and (window.mode, window.groups) == ("zeros", 1)
+            and x.shape[1] + sum(window.kernel) <= _SHORT
+            and all(n > 0 for n in x.shape)
+        )
+
     def _factors(self, x: Tensor, squares: Tensor) -> Tensor:
         """min(1, C/n), with C a little below the bound."""
         margin = _HALF_MARGIN if x.dtype in (torch.float16, torch.bfloat16) else _MARGIN
         factors = (squares.double() * (margin * self.bound.double()) ** -2).clamp(min=1).rsqrt()
         return factors.to(torch.promote_types(x.dtype, torch.float32)).view(-1, *[1] * (x.dim() - 1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "instead": []}  # a copy is not the one that is trained
 
     def extra_repr(self) -> str:
         return f"bound={float(self.bound):.4g}, norm={self.norm}"
