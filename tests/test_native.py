@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from privet import PerExample, Refused, Ternary, native
+from privet import Backprop, PerExample, Refused, Ternary, native
 from privet.gradients import Recorder, conv
+from privet.gradients.bounded import BOUNDS
 from privet.methods import Method, Setting
 from privet.methods.ternary import _SignsInFull
+from privet.nn.input_clip import InputClip
 
 built = pytest.mark.skipif(native.library is None, reason="built without a compiler")
 seeds = st.integers(0, 2**16)
@@ -185,6 +188,85 @@ def test_norms_of_very_small_gradients_do_not_vanish() -> None:
     assert found.squared_norms.item() == pytest.approx(8 * 1e-70, rel=1e-5)
 
 
+# Clips
+
+
+def hostile(x: Tensor, seed: int) -> Tensor:
+    """Some records long, some short, some zero or not finite."""
+    kinds = torch.tensor([1.0, 100.0, 1e-3, 0.0, math.inf, math.nan, 1e18, 1e25])
+    chosen = kinds[torch.randint(len(kinds), (len(x),), generator=torch.Generator().manual_seed(seed))]
+    x = x * chosen.nan_to_num(1, 1).view(-1, *[1] * (x.dim() - 1))
+    x[..., 0][torch.isnan(chosen)] = math.nan
+    x[..., -1][torch.isinf(chosen)] = -math.inf
+    return x
+
+
+def both_ways(compute: Callable[[], Any]) -> tuple[Any, Any]:
+    """In C, and in PyTorch."""
+    fast = compute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", None)
+        return fast, compute()
+
+
+@built
+@settings(max_examples=120, deadline=None)
+@given(convolutions(), st.booleans(), seeds)
+@example(({"in_channels": 1, "out_channels": 16, "kernel_size": 8, "stride": 2, "padding": 2}, (3, 1, 28, 28)), True, 0)
+def test_clips_by_the_longest_patch(
+    drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, seed: int
+) -> None:
+    options, shape = drawn
+    x = hostile(rand(*shape, seed=seed), seed)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    clip = InputClip.before(nn.Conv2d(**options | {"padding_mode": "zeros"}), 0.7, "patch")
+    (z, factors), (twin, expected) = both_ways(lambda: clip.clip(x))
+    torch.testing.assert_close(factors, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(z, twin, rtol=1e-4, atol=1e-30)
+    assert z.stride() == x.stride()
+    lengths = clip.squared_norms(z.double()).sqrt()
+    assert (lengths <= 0.7).all() and (lengths[(factors < 1) & (factors > 0)] > 0.699).all()
+
+
+@built
+@settings(max_examples=120, deadline=None)
+@given(convolutions(), st.booleans(), st.booleans(), seeds)
+@example(({"in_channels": 1, "out_channels": 3, "kernel_size": 1}, (2, 1, 40, 50)), True, True, 1)
+def test_clips_of_gradients(
+    drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, folded: bool, seed: int
+) -> None:
+    layer, rule = nn.Conv2d(**drawn[0]), BOUNDS[nn.Conv2d]
+    delta = hostile(rand(*layer(torch.zeros(drawn[1])).shape, seed=seed), seed)
+    delta = delta.to(memory_format=torch.channels_last) if channels_last else delta
+    also = 0.1 + torch.rand(len(delta)) if folded else None
+    found, twin = both_ways(lambda: rule.clip(layer, delta, delta, "patch", 0.3, also))
+    torch.testing.assert_close(found.factors, twin.factors, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.delta, twin.delta, rtol=1e-4, atol=1e-30)
+    plain = delta * twin.factors.view(-1, 1, 1, 1)
+    sums = torch.where(twin.factors.view(-1, 1) > 0, plain.sum((2, 3)), 0)
+    torch.testing.assert_close(found.sums, sums, rtol=1e-3, atol=1e-5)
+    undone = found.delta.double() / (1 if also is None else also.double().view(-1, 1, 1, 1))
+    lengths = undone.abs().sum((2, 3)).norm(dim=1)
+    assert (lengths <= 0.3).all() and (lengths[(found.factors < 1) & (found.factors > 0)] > 0.2998).all()
+
+
+@built
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 5), st.integers(1, 3000), st.booleans(), seeds)
+def test_clips_of_rows(records: int, size: int, folded: bool, seed: int) -> None:
+    x = hostile(rand(records, size, seed=seed), seed)
+    also = 0.1 + torch.rand(records) if folded else None
+    rule = BOUNDS[nn.Linear]
+    found, twin = both_ways(lambda: rule.clip(nn.Linear(1, size), x, x, "patch", 0.3, also))
+    torch.testing.assert_close(found.factors, twin.factors, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.delta, twin.delta, rtol=1e-4, atol=1e-30)
+    clip = InputClip(0.7)
+    (z, factors), (expected, twin_factors) = both_ways(lambda: clip.clip(x.mT.contiguous().mT))
+    torch.testing.assert_close(factors, twin_factors, rtol=1e-4, atol=0)
+    torch.testing.assert_close(z, expected, rtol=1e-4, atol=1e-30)
+    assert (z.double().norm(dim=1) <= 0.7).all()
+
+
 # As methods use them
 
 
@@ -203,13 +285,15 @@ def total(method: Method, model: nn.Module, x: Tensor) -> Tensor:
         with session.listening():
             session.add(bumpy_losses(model, x))
         session.end_unit()
-        return session.finish()[0].total.clone()
+        return torch.cat([query.total for query in session.finish()])
     finally:
         session.close()
 
 
 @built
-@pytest.mark.parametrize("method", [PerExample(clip=0.3), Ternary(tau=0.02, clip=3.0), Ternary(tau=0.0)])
+@pytest.mark.parametrize(
+    "method", [PerExample(clip=0.3), Ternary(tau=0.02, clip=3.0), Ternary(tau=0.0), Backprop(input_clip=0.5)]
+)
 def test_methods_give_the_same_without_them(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record that is not finite, and one with nothing but zeros, among others."""
     x = rand(6, 2, 4, 4)

@@ -40,6 +40,8 @@ BOUNDS: dict[type[nn.Module], Bounded] = {}
 MARGIN = 1 - 2.0**-13
 """Norms and products are computed in float32; aiming this much below C2 keeps what comes out at the bound or less."""
 
+_LONGEST = math.sqrt(torch.finfo(torch.float32).max)
+
 _B = TypeVar("_B", bound="type[Bounded]")
 
 
@@ -60,7 +62,7 @@ class Clipped:
     delta: Tensor
     """δ, each record times its factor and, where that is folded in, its input's factor."""
     factors: Tensor
-    """What the clip multiplied each record with: 0 where its norm is not finite."""
+    """What the clip multiplied each record with: 0 where its norm is not finite, or its square is not in float32."""
     input_factors: Tensor | None = None
     """The input clip's, if they are in `delta`; positive."""
     sums: Tensor | None = None
@@ -99,7 +101,7 @@ class Bounded(ABC):
     ) -> Clipped:
         """δ with each record's norm at most `clip`, and `input_factors` on it."""
         norms = self.upstream_norms(layer, z, delta, norm)
-        factors = (clip * MARGIN / norms).clamp(max=1).masked_fill(~torch.isfinite(norms), 0)
+        factors = (clip * MARGIN / norms).clamp(max=1).masked_fill(~(norms <= _LONGEST), 0)
         both = (factors if input_factors is None else factors * input_factors).to(delta.dtype)
         shaped = both.view(-1, *[1] * (delta.dim() - 1))
         scaled = delta if bool((both == 1).all()) else delta * shaped

@@ -512,11 +512,11 @@ def _keeping(x: Tensor, instead_of: Tensor) -> ExitStack:
     A convolution keeps its input whether or not the gradient of its weight is wanted, and that alone would read more
     than the shape of it. As `x` is in memory anyway, the clipped input need not be.
     """
-    until = ExitStack()
+    until, address = ExitStack(), instead_of.data_ptr()  # autograd keeps the functions below, and what they refer to
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # else it is someone else's, to recompute
         until.enter_context(
             torch.autograd.graph.saved_tensors_hooks(
-                lambda kept: x if kept.data_ptr() == instead_of.data_ptr() and kept.shape == x.shape else kept,
+                lambda kept: x if kept.data_ptr() == address and kept.shape == x.shape else kept,
                 lambda kept: kept,
             )
         )

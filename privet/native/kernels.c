@@ -25,7 +25,8 @@ const int64_t privet_version = 2; /* of what the functions take; the same number
 
    A record is clipped by the count of its entries and its entries are added later, by other threads: both must see the
    same. Whether very small numbers count as zero is a setting of each thread (torch.set_flush_denormal changes the
-   caller's alone), so it is put to its default in all of them. A number that is not finite spoils the count of its record: 0·v is NaN for it, and 0 for every other. */
+   caller's alone), so it is put to its default in all of them. A number that is not finite spoils the count of its
+   record: 0·v is NaN for it, and 0 for every other. */
 
 FAST static double count_large(float scale, const float *restrict x, int64_t size, float tau)
 {
@@ -107,6 +108,7 @@ typedef struct {
 
 #define LANES 16
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
 
 /* sums[t] = Σ over output positions of x[t]·delta, for `taps` neighbours in memory and `kept` of LANES out channels. */
 #define UNROLLED _Pragma("GCC unroll 16") for (int t = 0; t < taps; t++)
@@ -257,11 +259,14 @@ typedef struct {
     int64_t kernel_height, kernel_width, stride_y, stride_x, dilation_y, dilation_x, top, left, out_height, out_width;
 } window;
 
-/* The largest sum of squares in one patch; `energy` and `bands` have room for the input's and the patches' rows. */
-FAST static double largest_patch(const window *w, const float *restrict x, float *restrict energy,
-                                 float *restrict bands)
+/* The largest sum of squares in one patch, or NaN if a number is not finite, be it in a patch or not. `room` is for
+   energies, bands and a sum for each row of patches. */
+FAST static double largest_patch(const window *w, const float *restrict x, float *restrict room)
 {
-    const int64_t positions = w->height * w->width;
+    const int64_t positions = w->height * w->width, rows = w->out_height;
+    float *restrict energy = room, *restrict bands = energy + positions, *restrict sums = bands + w->width * rows;
+    float *restrict band = sums + rows;
+    memset(energy, 0, sizeof(float) * (size_t)positions);
     if (w->channels_last)
         for (int64_t p = 0; p < positions; p++) {
             float sum = 0;
@@ -269,32 +274,35 @@ FAST static double largest_patch(const window *w, const float *restrict x, float
             for (int64_t c = 0; c < w->channels; c++) sum += x[p * w->channels + c] * x[p * w->channels + c];
             energy[p] = sum;
         }
-    else {
-        memset(energy, 0, sizeof(float) * (size_t)positions);
+    else
         for (int64_t c = 0; c < w->channels; c++)
 #pragma omp simd
             for (int64_t p = 0; p < positions; p++) energy[p] += x[c * positions + p] * x[c * positions + p];
-    }
-    memset(bands, 0, sizeof(float) * (size_t)(w->out_height * w->width));
-    for (int64_t row = 0; row < w->out_height; row++)
+    float largest = 0, spoiled = 0;
+#pragma omp simd reduction(+ : spoiled)
+    for (int64_t p = 0; p < positions; p++) spoiled += 0.0f * energy[p];
+    for (int64_t row = 0; row < rows; row++) { /* sums over the kernel's height; bands[column][row] */
+        memset(band, 0, sizeof(float) * (size_t)w->width);
         for (int64_t tap = 0; tap < w->kernel_height; tap++) {
             const int64_t from = row * w->stride_y + tap * w->dilation_y - w->top;
-            if (from < 0 || from >= w->height) continue;
+            if (from >= 0 && from < w->height)
 #pragma omp simd
-            for (int64_t i = 0; i < w->width; i++) bands[row * w->width + i] += energy[from * w->width + i];
+                for (int64_t i = 0; i < w->width; i++) band[i] += energy[from * w->width + i];
         }
-    float largest = 0;
-    for (int64_t row = 0; row < w->out_height; row++)
-        for (int64_t column = 0; column < w->out_width; column++) {
-            float sum = 0;
-            for (int64_t tap = 0; tap < w->kernel_width; tap++) {
-                const int64_t from = column * w->stride_x + tap * w->dilation_x - w->left;
-                if (from >= 0 && from < w->width) sum += bands[row * w->width + from];
-            }
-            if (!(sum <= largest)) largest = sum; /* NaN too, which stays: nothing is larger */
-            if (isnan(largest)) return largest;
+        for (int64_t i = 0; i < w->width; i++) bands[i * rows + row] = band[i];
+    }
+    for (int64_t column = 0; column < w->out_width; column++) { /* and over its width, all rows at once */
+        memset(sums, 0, sizeof(float) * (size_t)rows);
+        for (int64_t tap = 0; tap < w->kernel_width; tap++) {
+            const int64_t from = column * w->stride_x + tap * w->dilation_x - w->left;
+            if (from >= 0 && from < w->width)
+#pragma omp simd
+                for (int64_t row = 0; row < rows; row++) sums[row] += bands[from * rows + row];
         }
-    return largest;
+#pragma omp simd reduction(max : largest)
+        for (int64_t row = 0; row < rows; row++) largest = sums[row] > largest ? sums[row] : largest;
+    }
+    return (double)largest + (double)spoiled;
 }
 
 /* out[n] = x[n]·factors[n], so that no patch is longer than `target`. 0, or 1 if there was no memory. */
@@ -304,54 +312,62 @@ int privet_clip_patches(const window *w, const float *x, double target, float *o
     int failed = 0;
 #pragma omp parallel
     {
-        float *energy = malloc(sizeof(float) * (size_t)((w->height + w->out_height) * w->width));
-        if (!energy) {
+        float *room = malloc(sizeof(float) * (size_t)((w->height + w->out_height + 1) * w->width + w->out_height));
+        if (!room) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < w->records; n++) {
-            if (!energy) continue;
-            factors[n] = factor_of(largest_patch(w, x + n * size, energy, energy + w->height * w->width), target);
+            if (!room) continue;
+            factors[n] = factor_of(largest_patch(w, x + n * size, room), target);
             scale(x + n * size, size, factors[n], out + n * size);
         }
-        free(energy);
+        free(room);
     }
     return failed;
 }
 
 /* Σ_t |d_ct| and Σ_t d_ct of each channel of one record, in float64. */
 FAST static void sum_positions(const float *restrict d, int64_t channels, int64_t positions, int channels_last,
-                               double *restrict sizes, double *restrict sums, float *restrict parts)
+                               double *restrict sizes, double *restrict sums)
 {
     memset(sizes, 0, sizeof(double) * (size_t)channels);
     memset(sums, 0, sizeof(double) * (size_t)channels);
     for (int64_t first = 0; first < positions; first += RUN / 4) {
         const int64_t last = positions - first < RUN / 4 ? positions : first + RUN / 4;
-        if (channels_last) {
-            float *restrict others = parts + channels;
-            memset(parts, 0, 2 * sizeof(float) * (size_t)channels);
-            for (int64_t p = first; p < last; p++)
-#pragma omp simd
-                for (int64_t c = 0; c < channels; c++) {
-                    parts[c] += fabsf(d[p * channels + c]);
-                    others[c] += d[p * channels + c];
+        int64_t c = 0;
+        if (channels_last)
+            for (; c < channels; c += LANES) {
+                const int64_t kept = channels - c < LANES ? channels - c : LANES;
+                lanes size = {0}, sum = {0};
+                if (kept == LANES)
+                    for (int64_t p = first; p < last; p++) {
+                        const lanes v = *(const lanes *)(d + p * channels + c);
+                        size += (lanes)((bits)v & INT32_MAX); /* without its sign */
+                        sum += v;
+                    }
+                else
+                    for (int64_t p = first; p < last; p++)
+                        for (int64_t i = 0; i < kept; i++) {
+                            size[i] += fabsf(d[p * channels + c + i]);
+                            sum[i] += d[p * channels + c + i];
+                        }
+                for (int64_t i = 0; i < kept; i++) {
+                    sizes[c + i] += size[i];
+                    sums[c + i] += sum[i];
                 }
-            for (int64_t c = 0; c < channels; c++) {
-                sizes[c] += parts[c];
-                sums[c] += others[c];
             }
-        } else
-            for (int64_t c = 0; c < channels; c++) {
-                float size = 0, sum = 0;
+        for (; c < channels; c++) {
+            float size = 0, sum = 0;
 #pragma omp simd reduction(+ : size, sum)
-                for (int64_t p = first; p < last; p++) {
-                    size += fabsf(d[c * positions + p]);
-                    sum += d[c * positions + p];
-                }
-                sizes[c] += size;
-                sums[c] += sum;
+            for (int64_t p = first; p < last; p++) {
+                size += fabsf(d[c * positions + p]);
+                sum += d[c * positions + p];
             }
+            sizes[c] += size;
+            sums[c] += sum;
+        }
     }
 }
 
@@ -365,7 +381,7 @@ int privet_clip_gradients(const float *d, int64_t records, int64_t channels, int
     int failed = 0;
 #pragma omp parallel
     {
-        double *sizes = malloc((2 * sizeof(double) + 2 * sizeof(float)) * (size_t)channels);
+        double *sizes = malloc(2 * sizeof(double) * (size_t)channels);
         if (!sizes) {
 #pragma omp atomic write
             failed = 1;
@@ -374,8 +390,7 @@ int privet_clip_gradients(const float *d, int64_t records, int64_t channels, int
         for (int64_t n = 0; n < records; n++) {
             if (!sizes) continue;
             double *totals = sizes + channels, square = 0;
-            sum_positions(d + n * size, channels, positions, (int)channels_last, sizes, totals,
-                          (float *)(totals + channels));
+            sum_positions(d + n * size, channels, positions, (int)channels_last, sizes, totals);
             for (int64_t c = 0; c < channels; c++) square += sizes[c] * sizes[c];
             const float factor = factors[n] = factor_of(square, target);
             for (int64_t c = 0; c < channels; c++)
