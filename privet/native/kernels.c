@@ -259,71 +259,88 @@ typedef struct {
     int64_t kernel_height, kernel_width, stride_y, stride_x, dilation_y, dilation_x, top, left, out_height, out_width;
 } window;
 
-/* The largest sum of squares in one patch, or NaN if a number is not finite, be it in a patch or not. `room` is for
-   energies, bands and a sum for each row of patches. */
-FAST static double largest_patch(const window *w, const float *restrict x, float *restrict room)
+/* Squares at each position of one record, added up over its channels: energy[p·LANES]. `line` is room for a record. */
+FAST static void add_channels(const window *w, const float *restrict x, float *restrict line, float *restrict energy)
 {
-    const int64_t positions = w->height * w->width, rows = w->out_height;
-    float *restrict energy = room, *restrict bands = energy + positions, *restrict sums = bands + w->width * rows;
-    float *restrict band = sums + rows;
-    memset(energy, 0, sizeof(float) * (size_t)positions);
-    if (w->channels_last)
-        for (int64_t p = 0; p < positions; p++) {
-            float sum = 0;
+    const int64_t positions = w->height * w->width;
+    memset(line, 0, sizeof(float) * (size_t)positions);
+    for (int64_t c = 0; c < w->channels && !w->channels_last; c++)
+#pragma omp simd
+        for (int64_t p = 0; p < positions; p++) line[p] += x[c * positions + p] * x[c * positions + p];
+    for (int64_t p = 0; p < positions && w->channels_last; p++) {
+        float sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t c = 0; c < w->channels; c++) sum += x[p * w->channels + c] * x[p * w->channels + c];
-            energy[p] = sum;
-        }
-    else
-        for (int64_t c = 0; c < w->channels; c++)
-#pragma omp simd
-            for (int64_t p = 0; p < positions; p++) energy[p] += x[c * positions + p] * x[c * positions + p];
-    float largest = 0, spoiled = 0;
-#pragma omp simd reduction(+ : spoiled)
-    for (int64_t p = 0; p < positions; p++) spoiled += 0.0f * energy[p];
-    for (int64_t row = 0; row < rows; row++) { /* sums over the kernel's height; bands[column][row] */
-        memset(band, 0, sizeof(float) * (size_t)w->width);
-        for (int64_t tap = 0; tap < w->kernel_height; tap++) {
-            const int64_t from = row * w->stride_y + tap * w->dilation_y - w->top;
-            if (from >= 0 && from < w->height)
-#pragma omp simd
-                for (int64_t i = 0; i < w->width; i++) band[i] += energy[from * w->width + i];
-        }
-        for (int64_t i = 0; i < w->width; i++) bands[i * rows + row] = band[i];
+        for (int64_t c = 0; c < w->channels; c++) sum += x[p * w->channels + c] * x[p * w->channels + c];
+        line[p] = sum;
     }
-    for (int64_t column = 0; column < w->out_width; column++) { /* and over its width, all rows at once */
-        memset(sums, 0, sizeof(float) * (size_t)rows);
-        for (int64_t tap = 0; tap < w->kernel_width; tap++) {
-            const int64_t from = column * w->stride_x + tap * w->dilation_x - w->left;
-            if (from >= 0 && from < w->width)
-#pragma omp simd
-                for (int64_t row = 0; row < rows; row++) sums[row] += bands[from * rows + row];
+    for (int64_t p = 0; p < positions; p++) energy[p * LANES] = line[p];
+}
+
+/* The first and the last tap that do not lie in the zeros around an axis; tap t is at start + t·step. */
+static void taps_inside(int64_t start, int64_t step, int64_t taps, int64_t size, int64_t *first, int64_t *last)
+{
+    for (*first = 0; *first < taps && start + *first * step < 0; ++*first) continue;
+    for (*last = taps - 1; *last >= 0 && start + *last * step >= size; --*last) continue;
+}
+
+/* For LANES records side by side: the largest sum of squares in one patch, or NaN where a number is not finite, be it in
+   a patch or not. A patch is a box, so it is added up axis by axis. */
+FAST static void largest_patches(const window *w, const lanes *restrict energy, lanes *restrict bands,
+                                 float *restrict largest)
+{
+    lanes best = {0}, spoiled = {0};
+    int64_t first, last;
+    for (int64_t p = 0; p < w->height * w->width; p++) spoiled += 0.0f * energy[p];
+    for (int64_t row = 0; row < w->out_height; row++) {
+        const int64_t start = row * w->stride_y - w->top;
+        taps_inside(start, w->dilation_y, w->kernel_height, w->height, &first, &last);
+        for (int64_t i = 0; i < w->width; i++) {
+            lanes sum = {0};
+            for (int64_t tap = first; tap <= last; tap++) sum += energy[(start + tap * w->dilation_y) * w->width + i];
+            bands[row * w->width + i] = sum;
         }
-#pragma omp simd reduction(max : largest)
-        for (int64_t row = 0; row < rows; row++) largest = sums[row] > largest ? sums[row] : largest;
     }
-    return (double)largest + (double)spoiled;
+    for (int64_t column = 0; column < w->out_width; column++) {
+        const int64_t start = column * w->stride_x - w->left;
+        taps_inside(start, w->dilation_x, w->kernel_width, w->width, &first, &last);
+        for (int64_t row = 0; row < w->out_height; row++) {
+            lanes sum = {0};
+            for (int64_t tap = first; tap <= last; tap++) sum += bands[row * w->width + start + tap * w->dilation_x];
+            const bits larger = sum > best;
+            best = (lanes)(((bits)sum & larger) | ((bits)best & ~larger));
+        }
+    }
+    *(lanes *)largest = best + spoiled;
 }
 
 /* out[n] = x[n]·factors[n], so that no patch is longer than `target`. 0, or 1 if there was no memory. */
 int privet_clip_patches(const window *w, const float *x, double target, float *out, float *factors)
 {
-    const int64_t size = w->channels * w->height * w->width;
+    const int64_t positions = w->height * w->width, size = w->channels * positions;
     int failed = 0;
 #pragma omp parallel
     {
-        float *room = malloc(sizeof(float) * (size_t)((w->height + w->out_height + 1) * w->width + w->out_height));
-        if (!room) {
+        lanes *energy = malloc(sizeof(lanes) * (size_t)(positions + w->out_height * w->width) +
+                               sizeof(float) * (size_t)positions);
+        if (!energy) {
 #pragma omp atomic write
             failed = 1;
         }
+        lanes *bands = energy + positions;
+        float *line = (float *)(bands + w->out_height * w->width), largest[LANES];
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < w->records; n++) {
-            if (!room) continue;
-            factors[n] = factor_of(largest_patch(w, x + n * size, room), target);
-            scale(x + n * size, size, factors[n], out + n * size);
+        for (int64_t first = 0; first < w->records; first += LANES) {
+            if (!energy) continue;
+            const int64_t count = w->records - first < LANES ? w->records - first : LANES;
+            if (count < LANES) memset(energy, 0, sizeof(lanes) * (size_t)positions);
+            for (int64_t i = 0; i < count; i++) add_channels(w, x + (first + i) * size, line, (float *)energy + i);
+            largest_patches(w, energy, bands, largest);
+            for (int64_t i = 0; i < count; i++) {
+                factors[first + i] = factor_of(largest[i], target);
+                scale(x + (first + i) * size, size, factors[first + i], out + (first + i) * size);
+            }
         }
-        free(room);
+        free(energy);
     }
     return failed;
 }
