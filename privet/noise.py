@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from . import native
 from .errors import ConfigError, PrivetError
 
 Level = Literal["seeded", "system", "exact"]
@@ -29,8 +30,6 @@ Allocation = Literal["isotropic", "proportional", "optimal"]
 
 # Pairs of normals made at a time: large enough for torch to use all threads, small enough to stay in cache.
 _PAIRS = 2**16
-# So many normals are kept in store for sums of at most half that size: one by one, drawing them is mostly overhead.
-_STORE = 2**13
 _ZEROS = bytes(2**16)
 # The grid lies 20 bits below the noise: rounding adds 1e-13 of the variance, and about 32 low bits are gone.
 _GRID_BITS = 20
@@ -67,7 +66,6 @@ class Source:
         self._bits = self._words.numpy().view(np.uint64)
         self._uniforms = torch.empty(2 * _PAIRS, dtype=torch.float64, device="cpu")
         self._noise = torch.empty(2 * _PAIRS, dtype=torch.float64, device="cpu")
-        self._store = torch.empty(_STORE, dtype=torch.float64, device="cpu")
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError("A Source cannot be copied or pickled: it would give the same noise twice. Make a new one.")
@@ -76,15 +74,11 @@ class Source:
         # The counter may start at zero, as no key is ever used for two streams; with 128 bits it never wraps.
         self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
         self._process = os.getpid()
-        self._stored = 0  # normals left in the store, at its end: those of another key are another source's
-
-    def _rekey_after_fork(self) -> None:
-        if self._process != os.getpid() and self.level != "seeded":
-            self._rekey(os.urandom(32))
 
     def _fill(self, buffer: npt.NDArray[np.uint64], count: int) -> None:
         """Write `count` keystream words to the front of `buffer`, which has room for two more."""
-        self._rekey_after_fork()
+        if self._process != os.getpid() and self.level != "seeded":
+            self._rekey(os.urandom(32))
         target = buffer.view(np.uint8).data
         for start in range(0, 8 * count, len(_ZEROS)):
             zeros = _ZEROS if start + len(_ZEROS) <= 8 * count else _ZEROS[: 8 * count - start]
@@ -143,35 +137,33 @@ class Source:
             )
         normals = torch.empty(count, dtype=torch.float64, device="cpu")
         for part in torch.split(normals, 2 * _PAIRS):
-            self._normals(part)
+            self._normals(part, scale=1.0)
         return normals
 
-    def _fresh_normals(self, count: int) -> torch.Tensor:
-        """`count` standard normals, at most 2·_PAIRS, that nobody has had; the caller may write over them."""
-        if count > _STORE // 2:
-            return self._normals(self._noise[:count])
-        self._rekey_after_fork()
-        if count > self._stored:
-            self._stored = 0  # also if Ctrl-C comes in between
-            self._normals(self._store)
-            self._stored = _STORE
-        self._stored -= count
-        return self._store[_STORE - self._stored - count : _STORE - self._stored]
-
-    def _normals(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill `out` (float64, at most 2·_PAIRS entries) with N(0, 1)."""
+    def _normals(self, out: torch.Tensor, scale: float) -> torch.Tensor:
+        """Fill `out` (float64, at most 2·_PAIRS entries) with scale·N(0, 1)."""
         half = (len(out) + 1) // 2
         self._fill(self._bits, 2 * half)
         words, uniforms = self._words[: 2 * half], self._uniforms[: 2 * half]
         words[:half].bitwise_and_(2**63 - 1)
         uniforms.copy_(words)  # keeps the 53 leading bits of each
         # From (0, 1], with all 63 bits near 0, which is where the tail is; and from [-π, π].
-        radius = uniforms[:half].add_(1).mul_(2.0**-63).log_().mul_(-2).sqrt_()
+        radius = uniforms[:half].add_(1).mul_(2.0**-63).log_().mul_(-2 * scale**2).sqrt_()
         angle = uniforms[half:].mul_(math.pi * 2.0**-63)
         torch.cos(angle, out=out[:half]).mul_(radius)
         rest = len(out) - half
         torch.sin(angle[:rest], out=out[half:]).mul_(radius[:rest])
         return out
+
+    def _add_rounded(self, values: torch.Tensor, std: float, grid: float, out: torch.Tensor) -> None:
+        """values + N(0, std²), rounded to multiples of `grid`, to `out`; at most 2·_PAIRS of them."""
+        apart = values.is_contiguous() and out.is_contiguous() and values.data_ptr() != out.data_ptr()
+        if native.serves(values, out) and apart:
+            self._fill(self._bits, len(values) + len(values) % 2)
+            native.add_noise(self._words, values, std, grid, out)
+        else:
+            noise = self._normals(self._noise[: len(values)], scale=std / grid)
+            out.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
 
     def add_noise(self, total: torch.Tensor, std: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """`total` (flat, float32 or float64) plus Gaussian noise of deviation `std`, on a grid; in float64.
@@ -211,9 +203,7 @@ class Source:
                 noised = cells.astype(np.int64) + _discrete_gaussian(self, len(cells), _GRID_BITS)
                 result.copy_(torch.from_numpy(noised * grid))
             else:
-                grid = math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
-                noise = self._fresh_normals(len(values)).mul_(std / grid)
-                result.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
+                self._add_rounded(values, std, math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS), result)
         return out
 
 

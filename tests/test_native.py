@@ -21,6 +21,7 @@ from privet.gradients.bounded import BOUNDS
 from privet.methods import Method, Setting
 from privet.methods.ternary import _SignsInFull
 from privet.nn.input_clip import InputClip
+from privet.noise import Source
 
 built = pytest.mark.skipif(native.library is None, reason="built without a compiler")
 seeds = st.integers(0, 2**16)
@@ -265,6 +266,49 @@ def test_clips_of_rows(records: int, size: int, folded: bool, seed: int) -> None
     torch.testing.assert_close(factors, twin_factors, rtol=1e-4, atol=0)
     torch.testing.assert_close(z, expected, rtol=1e-4, atol=1e-30)
     assert (z.double().norm(dim=1) <= 0.7).all()
+
+
+# Noise
+
+
+def in_cells(source: Source, total: Tensor, std: float) -> Tensor:
+    """What comes out, in multiples of the grid."""
+    out = torch.empty_like(total)
+    return source.add_noise(total, std, out=out).double() / 2.0 ** (math.frexp(std)[1] - 21)
+
+
+@built
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 3000), st.sampled_from([1.0, 0.037, 3e5, 1e-12]), seeds)
+@example(5, 1.0, 1)
+@example(200_001, 2.5, 0)
+def test_noise(count: int, std: float, seed: int) -> None:
+    """From the same words; a number that lies between two points of the grid may go to either."""
+    total = rand(count, seed=seed) * std
+    found, twin = both_ways(lambda: in_cells(Source("seeded", seed=seed), total, std))
+    off = (found - twin).abs()
+    assert (off <= 1).all() and (off > 0).sum() <= 1 + 1e-5 * count
+    assert torch.equal(found, found.round())
+
+
+@built
+@pytest.mark.parametrize("radius", [0, 1, 2**63 - 1, 2**62, 2**62 + 2**53, -(2**63), -1])
+@pytest.mark.parametrize("angle", [0, 1, -1, 2**61, 2**61 + 1, -(2**61) - 1, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1])
+def test_noise_of_extreme_words(radius: int, angle: int) -> None:
+    words = torch.tensor([radius, angle], dtype=torch.int64)
+    out = torch.empty(2)
+    native.add_noise(words, torch.zeros(2), 1.0, 2.0**-20, out)
+    length = math.sqrt(-2 * math.log(((radius & (2**63 - 1)) + 1) / 2**63))
+    expected = [length * math.cos(math.pi * angle / 2**63), length * math.sin(math.pi * angle / 2**63)]
+    assert out.tolist() == pytest.approx(expected, abs=2.0**-20)
+
+
+@built
+def test_noise_needs_as_many_words_and_places_as_there_are_sums() -> None:
+    with pytest.raises(ValueError, match="do not go with"):
+        native.add_noise(torch.zeros(5, dtype=torch.int64), torch.zeros(5), 1.0, 2.0**-20, torch.empty(5))
+    with pytest.raises(ValueError, match="do not go with"):
+        native.add_noise(torch.zeros(6, dtype=torch.int64), torch.zeros(5), 1.0, 2.0**-20, torch.empty(4))
 
 
 # As methods use them

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 2
+_VERSION = 3
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_ternary_counts": (None, "ppiiifp"),
@@ -25,6 +25,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_clip_rows": (None, "piidppp"),
     "privet_clip_patches": (ctypes.c_int, "ppdpp"),
     "privet_clip_gradients": (ctypes.c_int, "piiiidpppp"),
+    "privet_add_noise": (None, "piddpp"),
 }
 """What each function returns, and what it takes: pointers, int64, float and double."""
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
@@ -176,3 +177,14 @@ def clip_gradients(delta: Tensor, target: float, also: Tensor | None = None) -> 
     )  # fmt: skip
     _check(failed)
     return out, factors, sums
+
+
+def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor) -> None:
+    """Writes total + N(0, std²), rounded to multiples of `grid`, to `out`; all flat, the words int64 and random.
+
+    Takes as many words as there are numbers, made even. `grid` is a power of two, and `out` other memory than `total`.
+    """
+    count = len(total)
+    if len(out) != count or len(words) < count + count % 2 or not (total.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"{count} sums do not go with {len(words)} words and {len(out)} places.")
+    _c().privet_add_noise(words.data_ptr(), count, std / grid, grid, total.data_ptr(), out.data_ptr())

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 2; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 3; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -283,8 +283,8 @@ static void taps_inside(int64_t start, int64_t step, int64_t taps, int64_t size,
     for (*last = taps - 1; *last >= 0 && start + *last * step >= size; --*last) continue;
 }
 
-/* For LANES records side by side: the largest sum of squares in one patch, or NaN where a number is not finite, be it in
-   a patch or not. A patch is a box, so it is added up axis by axis. */
+/* For LANES records side by side: the largest sum of squares in one patch, or NaN where a number is not finite, be it
+   in a patch or not. A patch is a box, so it is added up axis by axis. */
 FAST static void largest_patches(const window *w, const lanes *restrict energy, lanes *restrict bands,
                                  float *restrict largest)
 {
@@ -417,6 +417,101 @@ int privet_clip_gradients(const float *d, int64_t records, int64_t channels, int
         free(sizes);
     }
     return failed;
+}
+
+/* Normals from random words (Box-Muller), in float64 and without branches, so that several are made at a time. Errors
+   of the polynomials are below 1e-15 of what they stand for. */
+
+static inline double from_bits(uint64_t b) { double d; memcpy(&d, &b, sizeof d); return d; }
+static inline uint64_t to_bits(double d) { uint64_t b; memcpy(&b, &d, sizeof b); return b; }
+
+/* Whole numbers below 2^52 are the low bits of 2^52 + n. */
+static inline double whole(uint64_t n) { return from_bits(UINT64_C(0x4330000000000000) | n) - 0x1p52; }
+
+/* log(m·2^e) = e·log 2 + 2·artanh((m - 1)/(m + 1)), for normal positive numbers, with m within a factor √2 of 1. */
+static inline double logarithm(double u)
+{
+    const uint64_t b = to_bits(u);
+    double e = whole(b >> 52) - 1023, m = from_bits((b & UINT64_C(0xfffffffffffff)) | UINT64_C(0x3ff0000000000000));
+    const int halve = m > 1.4142135623730951;
+    m = halve ? 0.5 * m : m;
+    e = halve ? e + 1 : e;
+    const double s = (m - 1) / (m + 1), q = s * s;
+    double sum = 1.0 / 21;
+    sum = sum * q + 1.0 / 19;
+    sum = sum * q + 1.0 / 17;
+    sum = sum * q + 1.0 / 15;
+    sum = sum * q + 1.0 / 13;
+    sum = sum * q + 1.0 / 11;
+    sum = sum * q + 1.0 / 9;
+    sum = sum * q + 1.0 / 7;
+    sum = sum * q + 1.0 / 5;
+    sum = sum * q + 1.0 / 3;
+    return e * 0.693147180559945309417 + 2 * s * (sum * q + 1);
+}
+
+/* cos(πy) and sin(πy) for y in [-1, 1]: Taylor's series within an eighth of a turn, from the nearest quarter q. */
+static inline void turn(double y, double *cosine, double *sine)
+{
+    const double q = (2 * y + 0x1.8p52) - 0x1.8p52; /* rounded to a whole number */
+    const double t = 3.141592653589793238463 * (y - 0.5 * q), v = t * t;
+    double c = 1 / 20922789888000.0, s = 1 / 355687428096000.0;
+    c = c * v - 1 / 87178291200.0;
+    c = c * v + 1 / 479001600.0;
+    c = c * v - 1 / 3628800.0;
+    c = c * v + 1 / 40320.0;
+    c = c * v - 1 / 720.0;
+    c = c * v + 1 / 24.0;
+    c = c * v - 1 / 2.0;
+    c = c * v + 1;
+    s = s * v - 1 / 1307674368000.0;
+    s = s * v + 1 / 6227020800.0;
+    s = s * v - 1 / 39916800.0;
+    s = s * v + 1 / 362880.0;
+    s = s * v - 1 / 5040.0;
+    s = s * v + 1 / 120.0;
+    s = s * v - 1 / 6.0;
+    s = (s * v + 1) * t;
+    const double size = q < 0 ? -q : q;
+    *cosine = size == 1 ? -q * s : (1 - size) * c;
+    *sine = size == 1 ? q * c : (1 - size) * s;
+}
+
+/* `half` pairs: the radius from the first half of the words, from (0, 1] with 63 bits, the angle from the second. */
+FAST static void add_noise(const uint64_t *restrict words, int64_t first, int64_t last, int64_t half, double scale,
+                           double inverse, double grid, const float *restrict total, float *restrict out)
+{
+#pragma omp simd
+    for (int64_t i = first; i < last; i++) {
+        const uint64_t a = words[i], b = words[half + i];
+        const double u = (whole((a >> 32) & INT32_MAX) * 0x1p32 + whole(a & UINT32_MAX) + 1) * 0x1p-63;
+        const double high = whole((b >> 32) ^ UINT64_C(0x80000000)) - 0x1p31; /* with its sign */
+        const double y = (high * 0x1p32 + whole(b & UINT32_MAX)) * 0x1p-63;
+        const double radius = scale * sqrt(-2 * logarithm(u));
+        double cosine, sine;
+        turn(y, &cosine, &sine);
+        const double near = radius * cosine + inverse * (double)total[i];
+        const double far = radius * sine + inverse * (double)total[half + i];
+        out[i] = (float)(rint(near) * grid);
+        out[half + i] = (float)(rint(far) * grid);
+    }
+}
+
+/* out = total + scale·grid·N(0, 1) on multiples of `grid`, a power of two. Takes count words, and one more if that is
+   odd. `out` and `total` must not overlap. */
+void privet_add_noise(const uint64_t *words, int64_t count, double scale, double grid, const float *total, float *out)
+{
+    const int64_t half = (count + 1) / 2, pairs = count / 2, block = 1024;
+#pragma omp parallel for schedule(static) if (pairs > 4 * block)
+    for (int64_t first = 0; first < pairs; first += block)
+        add_noise(words, first, pairs - first < block ? pairs : first + block, half, scale, 1 / grid, grid, total, out);
+    if (pairs < half) {
+        const uint64_t word[2] = {words[half - 1], words[2 * half - 1]};
+        const float value[2] = {total[half - 1], 0};
+        float found[2];
+        add_noise(word, 0, 1, 1, scale, 1 / grid, grid, value, found);
+        out[half - 1] = found[0];
+    }
 }
 
 /* The functions are found by name; there is nothing to see from Python. */
