@@ -214,28 +214,30 @@ class _BatchSession(Session):
 
     def end_unit(self) -> None:
         """One pass over a group is done: a local step, or the last one, after which the group's vector is clipped."""
-        means = {name: total / self._count for name, total in self._sums.items()} if self._count else {}
+        sums, count = (self._sums, self._count) if self._count else ({}, 1)
         self._begin_unit()
         if self.method.local_steps == 1:
-            self._clip_and_add(means)
+            self._clip_and_add(sums, count)
             return
+        means = {name: total / count for name, total in sums.items()}
         if self._local is None:
             self._local = _LocalSteps(self.method, {n: p for n, p in self._all.items() if p.requires_grad})
         if self._local.step(means):
             change = self._local.change()
             self._leave_local()
-            self._clip_and_add(change)
+            self._clip_and_add(change, 1)
 
-    def _clip_and_add(self, vector: Mapping[str, Tensor]) -> None:
-        """Adds s·v with v = vector·min(1, C/‖vector‖), group by group; scaled by the factors, if there are any."""
+    def _clip_and_add(self, vector: Mapping[str, Tensor], divisor: int) -> None:
+        """Adds s·v·min(1, C/‖v‖) with v = vector/divisor, group by group; scaled by the factors, if there are any."""
         scales = self.thresholds.scales
         for group in self.groups:
             mine = {name: self._frozen.without(name, vector[name]) for name in group.parameters if name in vector}
             if scales is not None:
                 mine = {name: part * scales[name] for name, part in mine.items()}
-            norm = math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in mine.values()))
+            norms = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in mine.values())
+            norm = math.hypot(*norms) / divisor
             if mine and math.isfinite(norm):
-                factor = self.scale * _MARGIN / max(1.0, norm / self.thresholds.clips[group.name])
+                factor = self.scale * _MARGIN / max(1.0, norm / self.thresholds.clips[group.name]) / divisor
                 if factor >= _SMALLEST_FACTOR:
                     for name, part in mine.items():
                         group.views[name].add_(part, alpha=factor)
