@@ -65,6 +65,13 @@ def test_a_run_leaves_model_statement_metrics_configuration_and_report(
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
 
 
+def test_the_last_step_is_told_with_what_all_of_them_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_loop._Clock, "due", lambda self: False)
+    seen: list[Progress] = []
+    result = train(config(tmp_path), on_progress=seen.append)
+    assert [now.epsilon for now in seen] == [*[None] * 8, pytest.approx(result.statement["epsilon"])]
+
+
 def test_metrics_hold_nothing_of_private_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 9, by replay: other labels in training, the same gradients, and every number must be the same."""
 

@@ -307,7 +307,7 @@ class _Training:
             self.scheduler.step()
             if self.average is not None:
                 self.average.update_parameters(model)
-            if self.epsilon_clock.due():
+            if self.epsilon_clock.due() or self.run.finished:
                 with self.epsilon_clock:
                     self.epsilon = self.run.epsilon
             if time.monotonic() - self.saved > self.config.checkpoint_every:
