@@ -20,7 +20,6 @@ from privet.audit.sensitivity import check_sensitivity
 from privet.audit.subject import MethodSubject
 from privet.methods import Query, Sensitivity, Session, Setting, ternary
 from privet.noise import Source
-from privet.sampling import Sample
 from privet.step import Rules, noise_stds
 
 B = 12
@@ -277,36 +276,6 @@ def test_the_audit_holds(groups: Any) -> None:
 
 
 # Micro-batches
-
-
-class CoinOfRecord:
-    """Gives each record of a known sample a coin that depends on its number only."""
-
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
-
-    def integers(self, count: int, bound: int) -> Sample:
-        assert count == len(self.sample)
-        return self.sample * 7919 // 13 % bound
-
-
-def test_one_record_more_changes_one_micro_batch_only() -> None:
-    session = Ternary(record_groups=4).open(network(), SETTING)
-    fewer, more = np.arange(1, 40), np.arange(40)
-    before, after = (session.cut(s, CoinOfRecord(s)) for s in (fewer, more))  # type: ignore[arg-type]
-    changed = [g for g in range(4) if before[g].tolist() != after[g].tolist()]
-    assert len(before) == len(after) == 4 and len(changed) == 1
-    assert after[changed[0]].tolist() == [0, *before[changed[0]].tolist()]
-
-
-def test_micro_batches_are_drawn_by_fair_coins_anew() -> None:
-    session, source = Ternary(record_groups=3).open(network(), SETTING), Source("seeded", seed=0)
-    sample = np.arange(3000)
-    first, second = session.cut(sample, source), session.cut(sample, source)
-    assert sorted(np.concatenate(first)) == sample.tolist()
-    assert all(900 < len(unit) < 1100 for unit in first)  # a deviation is 26
-    assert all(unit.max() - unit.min() > 2900 for unit in first)  # not consecutive
-    assert 900 < len(np.intersect1d(first[0], second[0])) * 3 < 1100
 
 
 def test_batchnorm_is_for_larger_micro_batches_only() -> None:

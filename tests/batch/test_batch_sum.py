@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from conftest import bumpy_losses
@@ -13,8 +12,6 @@ from grouped import SETTING, B, Unit, bounded, close, images, naive, network, no
 from torch import Tensor, nn
 
 from privet.methods.batch import Batch
-from privet.noise import Source
-from privet.sampling import Sample
 
 # The sum
 
@@ -55,38 +52,6 @@ def test_a_step_starts_from_zero() -> None:
 
 
 # Groups
-
-
-class CoinOfRecord:
-    """Gives each record of a known sample a coin that depends on its number only."""
-
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
-
-    def integers(self, count: int, bound: int) -> Sample:
-        assert count == len(self.sample)
-        return self.sample * 7919 // 13 % bound
-
-
-def test_one_record_more_changes_one_group_only() -> None:
-    session = Batch(record_groups=4).open(network(), SETTING)
-    fewer, more = np.arange(1, 40), np.arange(40)
-    before, after = (session.cut(s, CoinOfRecord(s)) for s in (fewer, more))  # type: ignore[arg-type]
-    assert len(before) == len(after) == 4
-    changed = [g for g in range(4) if before[g].tolist() != after[g].tolist()]
-    assert len(changed) == 1
-    assert after[changed[0]].tolist() == [0, *before[changed[0]].tolist()]
-
-
-def test_coins_are_fair_and_each_record_is_in_one_group() -> None:
-    session, source = Batch(record_groups=3).open(network(), SETTING), Source("seeded", seed=0)
-    sample = np.arange(100, 3100)
-    first, second = session.cut(sample, source), session.cut(sample, source)
-    assert sorted(np.concatenate(first)) == sample.tolist()
-    assert all(900 < len(unit) < 1100 for unit in first)  # a deviation is 26
-    assert 900 < len(np.intersect1d(first[0], second[0])) * 3 < 1100  # drawn anew: a deviation is 52
-    assert [unit.tolist() for unit in Batch().open(network(), SETTING).cut(sample, source)] == [sample.tolist()]
-    assert [len(unit) for unit in session.cut(sample[:0], source)] == [0, 0, 0]
 
 
 # Sensitivity, exactly: noise off, f(D ∪ {x}) − f(D) for hostile x
