@@ -356,7 +356,9 @@ class _GroupSession(_BatchSession):
     def _clip_and_add(self, vector: Mapping[str, Tensor], divisor: int) -> None:
         if not vector or not all(bool(torch.isfinite(part).all()) for part in vector.values()):
             return
-        ternary = {name: torch.hardshrink(part / divisor, self.levels.tau(name)).sign_() for name, part in vector.items()}
+        ternary = {
+            name: torch.hardshrink(part / divisor, self.levels.tau(name)).sign_() for name, part in vector.items()
+        }
         nonzero = {name: row_squares(part.reshape(1, -1)).round() for name, part in ternary.items()}
         self.levels.count(nonzero, torch.zeros(1, dtype=torch.bool, device=self.groups[0].total.device))
         super()._clip_and_add(ternary, 1)
