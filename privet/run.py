@@ -423,6 +423,8 @@ class Run:
             yield from sample
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        if not self.method.records_must_be_independent:
+            return {}  # the method sees to them itself
         return {name: (id(buffer), buffer._version) for name, buffer in self.model.named_buffers()}
 
     def _load(self, samples: Iterable[Sample]) -> Iterator[Iterator[tuple[Any, Chunk]]]:
@@ -470,7 +472,7 @@ class Run:
     def _record(self) -> None:
         """Pays for the next step. Called after the sums are bounded and before their noise is drawn."""
         changed = [name for name, version in self._buffer_versions().items() if self._buffers.get(name) != version]
-        if changed and self.method.records_must_be_independent:
+        if changed:
             raise Refused(
                 f"Buffer '{changed[0]}' was changed by a forward pass over private records, so it carries statistics "
                 "of them. Nothing was released. Take the model's buffers from before, and freeze that layer: .eval()."
