@@ -157,8 +157,8 @@ class Source:
 
     def _add_rounded(self, values: torch.Tensor, std: float, grid: float, out: torch.Tensor) -> None:
         """values + N(0, std²), rounded to multiples of `grid`, to `out`; at most 2·_PAIRS of them."""
-        apart = values.is_contiguous() and out.is_contiguous() and values.data_ptr() != out.data_ptr()
-        if native.serves(values, out) and apart:
+        apart = abs(values.data_ptr() - out.data_ptr()) >= values.nbytes
+        if native.serves(values, out) and values.is_contiguous() and out.is_contiguous() and apart:
             self._fill(self._bits, len(values) + len(values) % 2)
             native.add_noise(self._words, values, std, grid, out)
         else:

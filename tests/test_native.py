@@ -273,6 +273,52 @@ def test_clips_of_rows(records: int, size: int, folded: bool, seed: int) -> None
     assert (z.double().norm(dim=1) <= 0.7).all()
 
 
+def laid_out(x: Tensor, channels_last: bool) -> Tensor:
+    return x.to(memory_format=torch.channels_last) if channels_last else x
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels", [5, 17, 33, 70])
+def test_every_channel_counts(channels: int, channels_last: bool) -> None:
+    x = torch.zeros(channels, channels, 3, 3)
+    x[range(channels), range(channels), 1, 2] = -10.0
+    x = laid_out(x, channels_last)
+    _, factors = InputClip.before(nn.Conv2d(channels, 2, 2), 0.7, "patch").clip(x)
+    torch.testing.assert_close(factors, torch.full((channels,), 0.07), rtol=1e-3, atol=0)
+    clipped = BOUNDS[nn.Conv2d].clip(nn.Conv2d(1, channels, 1), x, x, "patch", 0.3, None)
+    torch.testing.assert_close(clipped.factors, torch.full((channels,), 0.03), rtol=1e-3, atol=0)
+    if clipped.sums is not None:
+        torch.testing.assert_close(clipped.sums, -0.3 * torch.eye(channels), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels", [3, 16, 20])
+def test_every_position_counts(channels: int, channels_last: bool) -> None:
+    places = [0, 100, 255, 256, 300, 511, 512, 599]
+    delta = torch.zeros(len(places), channels, 600)
+    delta[range(len(places)), :, places] = -10.0
+    delta = laid_out(delta.view(len(places), channels, 20, 30), channels_last)
+    clipped = BOUNDS[nn.Conv2d].clip(nn.Conv2d(1, channels, 1), delta, delta, "patch", 0.3, None)
+    factor = 0.03 / math.sqrt(channels)
+    torch.testing.assert_close(clipped.factors, torch.full((len(places),), factor), rtol=1e-3, atol=0)
+    if clipped.sums is not None:
+        expected = torch.full((len(places), channels), -10 * factor)
+        torch.testing.assert_close(clipped.sums, expected, rtol=1e-3, atol=0)
+
+
+def test_long_sums_are_added_up_in_float64() -> None:
+    """Many numbers that float32 would lose beside a large one."""
+    x = torch.full((1, 2**23), math.sqrt(0.9 * 2.0**-35))
+    x[0, 0] = 1
+    assert InputClip(0.7).clip(x)[0].double().norm() <= 0.7
+    for channels_last in (False, True):
+        delta = torch.full((1, 2, 400, 400), 0.9 * 2.0**-25)
+        delta[..., 0, 0] = 1
+        delta = laid_out(delta, channels_last)
+        clipped = BOUNDS[nn.Conv2d].clip(nn.Conv2d(1, 2, 1), delta, delta, "patch", 0.3, None)
+        assert clipped.delta.double().abs().sum((2, 3)).norm() <= 0.3
+
+
 # Noise
 
 
@@ -306,6 +352,18 @@ def test_noise_of_extreme_words(radius: int, angle: int) -> None:
     length = math.sqrt(-2 * math.log(((radius & (2**63 - 1)) + 1) / 2**63))
     expected = [length * math.cos(math.pi * angle / 2**63), length * math.sin(math.pi * angle / 2**63)]
     assert out.tolist() == pytest.approx(expected, abs=2.0**-20)
+
+
+@built
+def test_noise_has_the_precision_of_float64() -> None:
+    """Seen where the normal's first digits are taken away, and on a fine grid."""
+    words = torch.randint(-(2**63), 2**63 - 1, (20_000,), generator=torch.Generator().manual_seed(0))
+    radius = ((words[:10_000] & (2**63 - 1)).double() + 1).mul(2.0**-63).log().mul(-2).sqrt()
+    angle = math.pi * 2.0**-63 * words[10_000:].double()
+    normals = torch.cat([radius * angle.cos(), radius * angle.sin()])
+    total, out = -normals.float(), torch.empty(20_000)
+    native.add_noise(words, total, 1.0, 2.0**-50, out)
+    assert (out.double() - (normals + total.double())).abs().max() < 1e-14
 
 
 @built

@@ -297,11 +297,14 @@ def test_sums_of_any_size_get_noise_of_their_own() -> None:
     check_normal(drawn)
 
 
-def test_out_may_be_the_total_itself() -> None:
+def test_out_may_be_the_total_itself_or_overlap_with_it() -> None:
     total = torch.ones(200_000)
     fresh = make().add_noise(total, 2.0)
     assert make().add_noise(total, 2.0, out=total) is total
     assert torch.equal(total, fresh.float())
+    both = torch.arange(8.0) * 1e4
+    expected = make().add_noise(both[:7].clone(), 2.0).float()
+    assert torch.equal(make().add_noise(both[:7], 2.0, out=both[1:]), expected)
 
 
 # --- The discrete Gaussian ----------------------------------------------------------------------------------

@@ -135,12 +135,9 @@ class Taps(ABC):
         What it returns goes on to the layers before in place of these gradients; None leaves them as they are.
         """
 
-    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def enter(self, unit: Unit, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor]:
         """A layer was called with these inputs and is about to be tapped: what `take` will need of them."""
         return inputs
-
-    def leave(self, unit: Unit) -> None:  # noqa: B027
-        """A layer's forward pass is over, or has failed."""
 
     @property
     def on(self) -> bool:
@@ -206,7 +203,6 @@ class Taps(ABC):
 
         def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             trained = bool(switched)
-            self.leave(unit)
             for p in switched:
                 p.requires_grad_(True)
             switched.clear()
@@ -229,7 +225,7 @@ class Taps(ABC):
             # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
             outputs = [x.clone() for x in float_outputs(output)]
             shapes = [x.shape for x in outputs]
-        kept = self.enter(unit, inputs)
+        kept = self.enter(unit, inputs, output)
         self.bytes_seen += sum(x.numel() * x.element_size() for x in (*kept, *outputs))
         if not outputs:
             raise Refused(

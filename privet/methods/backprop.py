@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
@@ -165,8 +165,7 @@ class _BackpropSession(Session):
         self._lost: Tensor | None = None
         self._clipped: dict[str, _ClippedInput] = {}
         """What came out of a layer's input clip and has not reached the layer yet."""
-        self._keeping: dict[str, ExitStack] = {}
-        """Layers at work, while which autograd keeps something else than it is told."""
+        self._taken_over: list[InputClip] = []
         self._norm_chosen = method.norm != "auto"
         self._known_shape: list[object] = []
         try:
@@ -225,8 +224,9 @@ class _BackpropSession(Session):
         start = (
             math.inf if self.method.clips == "public" else _of(self.method.gradient_clip, unit.name, "gradient_clip")
         )
-        if clip is not None:
+        if clip is not None and self._clip_input not in clip.instead:  # it may have been frozen meanwhile
             clip.instead.append(self._clip_input)
+            self._taken_over.append(clip)
         return _Layer(unit, rule, clip, start, rule.norms[0] if clip is None else clip.norm)
 
     def _refuse_changes_within_a_step(self) -> None:
@@ -269,7 +269,7 @@ class _BackpropSession(Session):
         self._lost = None if bool(finite.all()) else ~finite
         self.taps.backward(losses, finite.to(losses.dtype))
 
-    def enter(self, unit: Unit, z: Tensor) -> Sequence[Tensor]:
+    def enter(self, unit: Unit, z: Tensor, output: Any) -> Sequence[Tensor]:
         """A layer is about to be tapped: what it was given must be what came out of its clip."""
         layer = self._layers.get(unit.name)
         if layer is None or layer.clip is None:
@@ -280,6 +280,8 @@ class _BackpropSession(Session):
                 f"The input of layer {unit.described} is not what its input clip gave: a hook of the layer changes it, "
                 "or the clip was replaced. Change the input before the layer is called."
             )
+        if layer.rule.folds:
+            _keep(clipped.whole.detach(), z, getattr(output, "grad_fn", None))
         return [clipped.whole, clipped.factors]
 
     def take(self, name: str, z: Tensor, input_factors: Tensor | None, delta: Tensor) -> Tensor:
@@ -395,17 +397,9 @@ class _BackpropSession(Session):
         ):  # fmt: skip
             raise Refused(f"The input clip of layer {layer.unit.described} was changed in the middle of a step.")
         z, factors = clip.clip(x.detach())
-        if layer.rule.folds:
-            clipped = _ClippedInput.folded(x, z, factors)
-            self._keeping[name] = _keeping(clipped.whole.detach(), instead_of=z)
-        else:
-            clipped = _ClippedInput.multiplied(x, z, factors)
-        self._clipped[name] = clipped
-        return clipped.output
-
-    def leave(self, unit: Unit) -> None:
-        if unit.name in self._keeping:
-            self._keeping.pop(unit.name).close()
+        make = _ClippedInput.folded if layer.rule.folds else _ClippedInput.multiplied
+        self._clipped[name] = make(x, z, factors)
+        return self._clipped[name].output
 
     def _see(self, layer: str, what: str, norm: Norm, norms: Tensor) -> None:
         found = self._seen.setdefault((layer, what, norm), [])
@@ -438,9 +432,9 @@ class _BackpropSession(Session):
 
     def close(self) -> None:
         self.taps.close()
-        for layer in self._layers.values():
-            if layer.clip is not None:
-                layer.clip.instead = [clips for clips in layer.clip.instead if clips != self._clip_input]
+        for clip in self._taken_over:
+            clip.instead.remove(self._clip_input)
+        self._taken_over.clear()
 
 
 class _ClippingTaps(Taps):
@@ -457,11 +451,8 @@ class _ClippingTaps(Taps):
         self._scratch.reclaim()
         self.run_backward(losses, weights)
 
-    def enter(self, unit: Unit, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self._session.enter(unit, inputs[0])
-
-    def leave(self, unit: Unit) -> None:
-        self._session.leave(unit)
+    def enter(self, unit: Unit, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor]:
+        return self._session.enter(unit, inputs[0], output)
 
     def take(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor]:
         unit = use.unit
@@ -490,14 +481,13 @@ class _ClippedInput:
     @classmethod
     def folded(cls, x: Tensor, z: Tensor, factors: Tensor) -> _ClippedInput:
         """With whole·factors = z, factors of at least `_SMALL`, and a backward pass that leaves them to the tap."""
-        output = _Folded.apply(x, z)  # type: ignore[no-untyped-call]
         small = factors < _SMALL
         if not bool(small.any()):
-            return cls(output, x, factors)
-        whole, factors = x.detach().clone(), factors.clone()
+            return cls(_Folded.apply(x, z, None), x, factors)  # type: ignore[no-untyped-call]
+        whole, folded = x.detach().clone(), factors.clone()
         whole[small] = 2 * z[small]  # also where x is not finite and z is zero
-        factors[small] = 0.5
-        return cls(output, whole, factors)
+        folded[small] = 0.5
+        return cls(_Folded.apply(x, z, factors / folded), whole, folded)  # type: ignore[no-untyped-call]
 
     @classmethod
     def multiplied(cls, x: Tensor, z: Tensor, factors: Tensor) -> _ClippedInput:
@@ -506,33 +496,40 @@ class _ClippedInput:
         return cls(output, output, factors)
 
 
-def _keeping(x: Tensor, instead_of: Tensor) -> ExitStack:
-    """Until it is closed, autograd keeps `x` where an operation asks it to keep the other one.
+def _keep(x: Tensor, instead_of: Tensor, operation: Any) -> None:
+    """Has autograd keep `x` for an operation where that would keep the other one.
 
     A convolution keeps its input whether or not the gradient of its weight is wanted, and that alone would read more
     than the shape of it. As `x` is in memory anyway, the clipped input need not be.
     """
-    until, address = ExitStack(), instead_of.data_ptr()  # autograd keeps the functions below, and what they refer to
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # else it is someone else's, to recompute
-        until.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda kept: x if kept.data_ptr() == address and kept.shape == x.shape else kept,
-                lambda kept: kept,
-            )
-        )
-    return until
+    kept, address = getattr(operation, "_raw_saved_input", None), instead_of.data_ptr()
+    if kept is None:
+        return
+
+    def exchange(saved: Tensor) -> Tensor:  # refers to no more than an address, as it is kept too
+        return x if saved.data_ptr() == address and saved.shape == x.shape else saved
+
+    with suppress(RuntimeError):  # where it is someone else's already, who recomputes it (gradient checkpointing)
+        kept.register_hooks(exchange, lambda saved: saved)
 
 
 class _Folded(torch.autograd.Function):
-    """An input's clip whose backward pass is the tap's business: the gradient that comes has the factors on it."""
+    """An input's clip whose backward pass is the tap's business: the gradient that comes has the factors on it.
+
+    But for those in `left`, which are 1 where nothing is left to do; None if that is everywhere.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, z: Tensor, left: Tensor | None) -> Tensor:
+        ctx.left = left
         return z.view_as(z)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.left is not None:
+            left = ctx.left.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
+            gradient = torch.where(left > 0, gradient * left, 0)
+        return gradient, None, None
 
 
 def _within_reason(clip: float) -> float:
