@@ -45,7 +45,9 @@ class Backprop(Method):
 
     Formal guarantee: with input norm C1 and gradient norm C2 of a layer, one record adds at most C1·C2 to the sum for
     its weight and C2 to the sum for its bias (`privet.gradients.bounded`), and twice that when it is replaced. All sums
-    together are one mechanism (rule 2). Clips that follow quantiles privately are paid for by the same rule.
+    together are one mechanism (rule 2). Clips that follow quantiles privately are paid for by the same rule. Inputs are
+    measured going forward and used going back: in between, autograd refuses changes in place, but not those that go
+    around it (`.data`, or NumPy on the same memory), which would break the bound.
     """
 
     name = "backprop"
