@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import privet.run
 import privet.step
+from privet import native
 from privet.accounting import Guarantee
 from privet.audit import Report, audit
-from privet.gradients.bounded import _Affine
+from privet.gradients.bounded import Bounded, Clipped, ConvBound, LinearBound, _Affine
 from privet.gradients.per_record import Dense, PerRecord
 from privet.methods import Method
 from privet.methods.backprop import Backprop, _BackpropSession
@@ -192,24 +193,32 @@ def nan_passes(patch: Patch) -> None:
 
 
 def no_input_clip(patch: Patch) -> None:
-    patch.setattr(InputClip, "forward", lambda self, x: x)
+    patch.setattr(InputClip, "clip", lambda self, x: (x, torch.ones(len(x))))
 
 
 def no_gradient_clip(patch: Patch) -> None:
-    patch.setattr("privet.methods.backprop._factors", lambda norms, clip: torch.ones_like(norms))
+    def unclipped(self, layer, z, delta, norm, clip, input_factors):  # type: ignore[no-untyped-def]
+        return Clipped(_times(delta, input_factors), torch.ones(len(delta)), input_factors)
+
+    for bounded in (Bounded, LinearBound, ConvBound):
+        patch.setattr(bounded, "clip", unclipped)
+
+
+def _times(delta: Tensor, factors: Tensor | None) -> Tensor:
+    return delta if factors is None else delta * factors.to(delta).view(-1, *[1] * (delta.dim() - 1))
 
 
 def clipped_gradient_not_used(patch: Patch) -> None:
     """The clipped gradient goes on to the layers before, and the layer's own sum is made from the one as it came."""
     take = _BackpropSession.take
 
-    def changed(self: _BackpropSession, name: str, z: Tensor, delta: Tensor) -> Tensor:
+    def changed(self: _BackpropSession, name: str, z: Tensor, factors: Tensor | None, delta: Tensor) -> Tensor:
         layer = self._layers[name]
         before = {local: total.clone() for local, total in layer.totals.items()}
-        passed = take(self, name, z, delta)
+        passed = take(self, name, z, factors, delta)
         for local, total in layer.totals.items():
             total.copy_(before[local])
-        layer.rule.add(layer.unit.layer, z, delta, layer.totals)
+        layer.rule.add(layer.unit.layer, z, _times(delta, factors), layer.totals)
         return passed
 
     patch.setattr(_BackpropSession, "take", changed)
@@ -217,11 +226,13 @@ def clipped_gradient_not_used(patch: Patch) -> None:
 
 def mixed_norms(patch: Patch) -> None:
     """The largest patch of the input with the Frobenius norm of the gradient: no bound holds for this pair."""
+    patch.setattr(native, "library", None)  # its loop has these norms of its own
     norms = _Affine.upstream_norms
     patch.setattr(_Affine, "upstream_norms", lambda self, layer, z, d, norm: norms(self, layer, z, d, "frobenius"))
 
 
 def norm_of_the_batch(patch: Patch) -> None:
+    patch.setattr(native, "library", None)
     norms = _Affine.upstream_norms
 
     def changed(self, layer, z, delta, norm):  # type: ignore[no-untyped-def]

@@ -6,6 +6,8 @@ made from these cases: `python tests/audit/faults.py`.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from faults import FAULTS, SETTINGS, audited
 
@@ -28,6 +30,9 @@ def test_a_fault_is_found(fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.inject(monkeypatch)
     report = audited(fault.setting)
     assert not report.holds, f"{fault.name} was not found:\n{report}"
+    assert not re.search(r"stopped \((Type|Attribute|Name|Key|Index|Value)Error", str(report)), (
+        f"it fell over:\n{report}"
+    )
     caught = [check.name for check in report.failed]
     assert any(fault.caught_by in name for name in caught), (
         f"{fault.name} was found by {caught}, not {fault.caught_by!r}"
