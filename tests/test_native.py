@@ -311,7 +311,11 @@ def test_long_sums_are_added_up_in_float64() -> None:
     x = torch.full((1, 2**23), math.sqrt(0.9 * 2.0**-35))
     x[0, 0] = 1
     assert InputClip(0.7).clip(x)[0].double().norm() <= 0.7
+    clip = InputClip.before(nn.Conv2d(2**17, 1, 1), 0.7, "patch")
+    patch = torch.full((1, 2**17, 1, 2), math.sqrt(0.9 * 2.0**-25))
+    patch[:, 0] = 1
     for channels_last in (False, True):
+        assert (clip.clip(laid_out(patch, channels_last))[0].double().norm(dim=1) <= 0.7).all()
         delta = torch.full((1, 2, 400, 400), 0.9 * 2.0**-25)
         delta[..., 0, 0] = 1
         delta = laid_out(delta, channels_last)
