@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,14 @@ from privet.noise import Source
 built = pytest.mark.skipif(native.library is None, reason="built without a compiler")
 seeds = st.integers(0, 2**16)
 SETTING = Setting(batch=8, noise_multiplier=1.0, relation="add_remove")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
@@ -90,10 +98,9 @@ def test_a_record_that_is_not_finite_is_told_and_left_out(value: float) -> None:
 
 
 @built
+@pytest.mark.usefixtures("two_threads")
 def test_all_threads_see_the_same_very_small_numbers() -> None:
     """A record is clipped by a count. If the thread that counts took for zero what another adds, it would add more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     torch.ones(10**6).mul(2).sum()  # now there is another thread
     delta, z = torch.full((1, 64), 1e38), torch.full((1, 64), 1e-40)
     try:
@@ -104,7 +111,6 @@ def test_all_threads_see_the_same_very_small_numbers() -> None:
         assert float(z[0, 0] * 1e38) == 0  # the setting is what it was
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
 
 
 @built
@@ -376,6 +382,31 @@ def test_noise_needs_as_many_words_and_places_as_there_are_sums() -> None:
         native.add_noise(torch.zeros(5, dtype=torch.int64), torch.zeros(5), 1.0, 2.0**-20, torch.empty(5))
     with pytest.raises(ValueError, match="do not go with"):
         native.add_noise(torch.zeros(6, dtype=torch.int64), torch.zeros(5), 1.0, 2.0**-20, torch.empty(4))
+
+
+# Weights of records
+
+
+@built
+@pytest.mark.usefixtures("two_threads")
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 300), seeds)
+@example(5000, 3, 0)
+def test_weighted_rows(records: int, size: int, seed: int) -> None:
+    x, weights = rand(size, records, seed=seed).T, rand(records, seed=seed + 1).double()  # neither as C wants it
+    out = torch.full((records, size), math.nan)
+    total = native.weight_rows(x, weights, out)
+    assert torch.equal(out, weights.float().unsqueeze(1) * x)
+    torch.testing.assert_close(total, out.double().sum(0).float(), rtol=1e-6, atol=1e-9)
+
+
+@built
+@pytest.mark.parametrize("out", [torch.empty(4, 2), torch.empty(3, 3), torch.empty(2, 3).T])
+def test_weighted_rows_need_as_many_weights_and_places(out: Tensor) -> None:
+    with pytest.raises(ValueError, match="do not go with"):
+        native.weight_rows(rand(3, 2), rand(3), out)
+    with pytest.raises(ValueError, match="do not go with"):
+        native.weight_rows(rand(3, 2), rand(2), torch.empty(3, 2))
 
 
 # As methods use them

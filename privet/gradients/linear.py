@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from .. import native
 from .per_record import UNIT_ROUNDING, Dense, PerRecord, row_squares, rule_for, scratch, wide
 
-_ROWS = 2048
-"""So many records are weighted at a time, in memory that stays in the cores' caches."""
 _SMALLEST_TRACE = 2.0**-100
 """Above this, what a float32 Gram matrix has lost is far below the margin."""
 
@@ -24,18 +23,13 @@ class Outer(PerRecord):
         self._columns: tuple[Tensor, Tensor] | None = None
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        total = self.delta.new_zeros(self.delta.shape[1], self.z.shape[1])
-        columns = torch.zeros_like(total[:, 0])
-        scales = weights.to(self.delta).unsqueeze(1)
-        block = scratch().take((min(_ROWS, len(self.delta)), self.delta.shape[1]), self.delta)
-        for start in range(0, len(self.delta), _ROWS):
-            rows = slice(start, start + _ROWS)
-            delta = self.delta[rows]
-            scaled = torch.mul(delta, scales[rows], out=block[: len(delta)])
-            total.addmm_(scaled.T, self.z[rows])
-            columns += scaled.sum(0)
-        self._columns = (weights, columns)
-        return total
+        with scratch().lent(self.delta.shape, self.delta) as scaled:
+            if native.serves(self.delta, scaled):
+                columns = native.weight_rows(self.delta, weights, scaled)
+            else:
+                columns = torch.mul(self.delta, weights.to(self.delta).unsqueeze(1), out=scaled).sum(0)
+            self._columns = (weights, columns)
+            return scaled.T @ self.z
 
     def weighted_columns(self, weights: Tensor) -> Tensor:
         """Σ_i weights[i]·δ_i, which the last weighted sum has found on its way if it was for the same weights."""

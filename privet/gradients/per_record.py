@@ -150,23 +150,36 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self._taken: list[Tensor] = []
+        self._used: list[Tensor] = []
 
     def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Uninitialised memory of this shape, with the type and device of `like`."""
         size = math.prod(shape)
+        return self._block(size, like)[:size].view(*shape)
+
+    @contextmanager
+    def lent(self, shape: Sequence[int], like: Tensor) -> Iterator[Tensor]:
+        """Like `take`, for the time of a `with` block only: whoever comes next may get the same memory."""
+        size = math.prod(shape)
+        block = self._block(size, like)
+        try:
+            yield block[:size].view(*shape)
+        finally:
+            self._free.append(block)
+
+    def reclaim(self) -> None:
+        # blocks that a whole pass did not need were for other batch sizes: let them go
+        self._free, self._used = self._used, []
+
+    def _block(self, size: int, like: Tensor) -> Tensor:
         fits = [b for b in self._free if b.dtype == like.dtype and b.device == like.device and b.numel() >= size]
         block = min(fits, key=Tensor.numel, default=None)
         if block is None:
             block = like.new_empty(size)
         else:
             self._free = [b for b in self._free if b is not block]
-        self._taken.append(block)
-        return block[:size].view(*shape)
-
-    def reclaim(self) -> None:
-        # blocks that a whole pass did not need were for other batch sizes: let them go
-        self._free, self._taken = self._taken, []
+        self._used.append(block)
+        return block
 
 
 _current = threading.local()

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 3
+_VERSION = 4
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_ternary_counts": (None, "ppiiifp"),
     "privet_ternary_sum": (None, "pppiiifp"),
     "privet_convolution_gradients": (ctypes.c_int, "ppppp"),
     "privet_clip_rows": (None, "piidppp"),
+    "privet_weight_rows": (ctypes.c_int, "piippp"),
     "privet_clip_patches": (ctypes.c_int, "ppdpp"),
     "privet_clip_gradients": (ctypes.c_int, "piiiidpppp"),
     "privet_add_noise": (None, "piddpp"),
@@ -137,6 +138,16 @@ def clip_rows(x: Tensor, target: float, also: Tensor | None = None) -> tuple[Ten
         x.data_ptr(), *x.shape, target, 0 if also is None else also.data_ptr(), out.data_ptr(), factors.data_ptr()
     )
     return out, factors
+
+
+def weight_rows(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """Writes weights[n]·x[n] to the rows of `out`; gives their sum, which was added up in float64."""
+    x, weights = x.contiguous(), weights.float().contiguous()
+    if x.dim() != 2 or out.shape != x.shape or not out.is_contiguous() or weights.shape != x.shape[:1]:
+        raise ValueError(f"{tuple(weights.shape)} weights do not go with {tuple(x.shape)} and {tuple(out.shape)}.")
+    total = torch.zeros(x.shape[1], dtype=torch.float64)
+    _check(_c().privet_weight_rows(x.data_ptr(), *x.shape, weights.data_ptr(), out.data_ptr(), total.data_ptr()))
+    return total.float()
 
 
 def clip_patches(

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 3; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 4; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -252,6 +252,35 @@ void privet_clip_rows(const float *x, int64_t records, int64_t size, double targ
         factors[n] = factor_of(squared_length(x + n * size, size), target);
         scale(x + n * size, size, also ? factors[n] * also[n] : factors[n], out + n * size);
     }
+}
+
+FAST static void scale_and_add(const float *restrict x, int64_t size, float weight, float *restrict out,
+                               double *restrict total)
+{
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) total[i] += out[i] = x[i] * weight;
+}
+
+/* out[n] = weights[n]·x[n] for rows of `size` numbers, and total += Σ_n out[n]. 0, or 1 if there was no memory. */
+int privet_weight_rows(const float *x, int64_t records, int64_t size, const float *weights, float *out, double *total)
+{
+    int failed = 0;
+#pragma omp parallel
+    {
+        double *part = calloc((size_t)size, sizeof(double));
+        if (!part) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < records; n++)
+            if (part) scale_and_add(x + n * size, size, weights[n], out + n * size, part);
+        if (part)
+#pragma omp critical
+            for (int64_t i = 0; i < size; i++) total[i] += part[i];
+        free(part);
+    }
+    return failed;
 }
 
 typedef struct {
