@@ -215,6 +215,30 @@ def test_the_penalty_without_squares_is_finite_where_nothing_is_active() -> None
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("squared", [True, False])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_the_gradient_of_the_penalty_joins_that_of_what_follows(
+    dtype: torch.dtype, squared: bool, inplace: bool
+) -> None:
+    model, (x, _) = rectified(inplace).to(dtype), rows(7)
+    x = x.to(dtype)
+
+    def by_hand(x: Tensor) -> Tensor:
+        first = model[0](x)
+        second = model[2](first.relu())
+        sizes = [(h.double().norm(dim=1) ** (2 if squared else 1)) / h.shape[1] for h in (first, second)]
+        return model[4](second.relu()).double().sum() + 20 * torch.stack(sizes).sum()  # type: ignore[no-any-return]
+
+    expected = torch.autograd.grad(by_hand(x), list(model.parameters()))
+    with PreActivations(model, squared=squared) as watched:
+        scores = model(x)
+        found = torch.autograd.grad(scores.double().sum() + 20 * watched.sizes(7).sum(), list(model.parameters()))
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-9
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).double().norm()) <= tolerance * float(other.double().norm())
+
+
 class HeadFirst(nn.Module):
     """The output layer is the first that was made; another layer is used twice."""
 
