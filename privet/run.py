@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
 import uuid
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
-from torch.utils.hooks import RemovableHandle
+from torch.utils.data import DataLoader, Dataset
 
 from . import checkpoint
 from .accounting import Guarantee, Mechanism, Relation, Spent, count_for, epsilon
 from .errors import BudgetExceeded, ConfigError, Refused
+from .guard import OptimizerGuard
 from .ledger import Entry, Ledger
 from .memory import keep_freed_memory
 from .methods import Method, Setting
@@ -31,7 +28,9 @@ from .noise import Level, Source
 from .planning import Budget, Plan, plan, steps_within
 from .probe import Probe
 from .query import PlannedQueries, Vectors, bounded_sums, check_bounds, record_shares, refuse_mixed, release_sums
+from .records import length, options_for_loader, records_by_user, refuse_overlap
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
+from .statement import statement
 from .step import PostProcess, Rules, Step, noise_stds
 
 log = logging.getLogger("privet")
@@ -42,14 +41,6 @@ _UNMEASURED = 256
 """Records in a physical batch where nobody said how many and no made-up record was measured."""
 _COPIES = 4
 """What a forward pass keeps is met again as gradients and temporaries: this many times over, all in all."""
-_DRAWN = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-"""What a DataLoader could be told about samples, which are the sampling rule's here."""
-
-_STATUS = {
-    "seeded": "no guarantee: the noise can be reproduced from a seed",
-    "system": "a proven upper bound for ideal Gaussian noise; precision attacks are mitigated, not proven away",
-    "exact": "a proven upper bound for the discrete Gaussian noise that was added",
-}
 
 
 class Run:
@@ -114,8 +105,8 @@ class Run:
     ) -> None:
         if keep_memory:
             keep_freed_memory()
-        self._users = None if users is None else _records_of(users, _length(dataset))
-        self.size = _length(dataset) if self._users is None else len(self._users)
+        self._users = None if users is None else records_by_user(users, length(dataset))
+        self.size = length(dataset) if self._users is None else len(self._users)
         if (method.unit == "user") != (users is not None):
             raise ConfigError(
                 "A run over users needs a method that bounds users, and the other way round: give the run users=… (one "
@@ -138,7 +129,7 @@ class Run:
         self._repeats = self._resumed = False
         self._epoch_key = sampling.epoch_key(self.source)
         self._physical = None if physical_batch == "auto" else physical_batch
-        self._options = _loader_options(loader_options or {}, dataset)
+        self._options = options_for_loader(loader_options or {}, dataset)
         self._rules = Rules(
             batch=sampling.batch,
             noise_multiplier=self.plan.mechanism.noise_multiplier,
@@ -146,7 +137,7 @@ class Run:
             allocation=method.allocation,
             post=tuple(post),
         )
-        self._items = [dataset[i] for i in range(min(4, _length(dataset)))] if check else []
+        self._items = [dataset[i] for i in range(min(4, length(dataset)))] if check else []
         self.public = public
         if public is not None:
             refuse_overlap(dataset, public)
@@ -169,7 +160,7 @@ class Run:
         self._modes: list[bool] = []
         self._iterations = 0
         self._buffers: dict[str, tuple[int, int]] = self._buffer_versions()
-        self._optimizers = _OptimizerGuard(model, weakref.ref(self))
+        self._optimizers = OptimizerGuard(model, weakref.ref(self))
         weakref.finalize(self, self._optimizers.close)
         self._closed = False
 
@@ -296,7 +287,7 @@ class Run:
         self._queries.refuse_more(noise)
         refuse_mixed(vectors, self._items, self._options["collate_fn"])
         loader = DataLoader(self.dataset, batch_size=self._physical or _UNMEASURED, **self._options)
-        sums = bounded_sums(vectors, bounds, loader, record_shares(_length(self.dataset), self._users))
+        sums = bounded_sums(vectors, bounds, loader, record_shares(length(self.dataset), self._users))
         rules = replace(self._rules, noise_multiplier=noise, basis=self.relation, allocation="proportional")
         return release_sums(sums, rules, self.source, lambda: self._record_query(noise))
 
@@ -397,7 +388,7 @@ class Run:
     def _public_batches(self) -> Iterator[tuple[Any, int]]:
         """All public records, in batches like those of the private ones; a last one of other size is left out."""
         assert self.public is not None
-        size = min(self.sampling.batch, self._physical or _UNMEASURED, _length(self.public))
+        size = min(self.sampling.batch, self._physical or _UNMEASURED, length(self.public))
         loader = DataLoader(self.public, batch_size=size, drop_last=True, **self._options)
         return ((batch, size) for batch in loader)
 
@@ -490,33 +481,7 @@ class Run:
 
     def statement(self) -> dict[str, Any]:
         """The privacy statement: what is protected, how, at what cost, and what is not covered. Public facts only."""
-        spent = self.guarantee()
-        return {
-            "unit": self.unit,
-            "relation": self.relation,
-            "epsilon": spent.epsilon,
-            "delta": spent.delta,
-            "accountant": spent.accountant,
-            "epsilon_is": _STATUS[self.source.level],
-            "tight": spent.tight,
-            "method": {"name": self.method.name, **_options_of(self.method)},
-            "sampling": {"rule": type(self.sampling).__name__, **asdict(self.sampling)},
-            "records": self.records,
-            "records_are_public": "stated by the user" if self.records_stated else "taken from the data",
-            "public_records": None if self.public is None else _length(self.public),
-            "groups": self.groups(),
-            "noise_multiplier": self.noise_multiplier,
-            "noise_level": self.source.level,
-            "steps": self.steps_done,
-            "compositions": self.units_spent,
-            "mechanism": self.plan.mechanism.to_json(),
-            "spent": [{"mechanism": m.to_json(), "count": count} for m, count in self._ledger.spent(run=self.id)],
-            "queries": [{"noise_multiplier": m.noise_multiplier, "planned": n} for m, n in self.plan.before],
-            "planned": {"steps": self.plan.steps, "epsilon": self.plan.epsilon},
-            "ledger": None if self._ledger.in_memory else self._ledger.path.name,
-            "independence_checked": self._checking if self.method.records_must_be_independent else "not needed",
-            "not_covered": _not_covered(self),
-        }
+        return statement(self)
 
     def groups(self) -> list[dict[str, Any]]:
         """What is released in a step: each sum with its size, sensitivity and noise."""
@@ -546,179 +511,7 @@ class Loader:
         return self._run.sampling.steps_per_epoch(self._run.records)
 
 
-class _OptimizerGuard:
-    """Refuses an optimizer that is called too early, or that also holds parameters with raw gradients."""
-
-    _active: ClassVar[tuple[_OptimizerGuard, ...]] = ()
-    """Replaced and never changed, and torch's list of hooks is left alone: a run that was dropped may be collected, and
-    its guard closed, in the middle of a walk through either."""
-    _hook: ClassVar[RemovableHandle | None] = None
-
-    def __init__(self, model: nn.Module, run: weakref.ref[Run]) -> None:
-        self._run = run
-        self._parameters = [weakref.ref(p) for p in model.parameters()]
-        _OptimizerGuard._active = (*self._active, self)
-        if self._hook is None:
-            _OptimizerGuard._hook = register_optimizer_step_pre_hook(self._ask_all)
-
-    @classmethod
-    def _ask_all(cls, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        for guard in cls._active:
-            guard._look(optimizer)
-
-    def _protected(self) -> set[int]:
-        return {id(p) for reference in self._parameters if (p := reference()) is not None}
-
-    def _look(self, optimizer: Optimizer) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._protected().isdisjoint(map(id, held)):
-            return
-        run = self._run()
-        if run is not None and run._pending is not None and run._pending.open:
-            raise Refused(
-                "The optimizer was called while the step's sample was still coming in: p.grad is there only after the "
-                "inner loop `for batch in step:` has ended. Move optimizer.step() out of it, one level to the left."
-            )
-        protected = set[int]().union(*(guard._protected() for guard in self._active))
-        foreign = [p for p in held if id(p) not in protected]
-        for p in foreign:
-            if p.grad is not None:
-                raise Refused(
-                    f"The optimizer also holds a parameter of shape {tuple(p.shape)} that is not part of the private "
-                    "model and has a gradient of its own, without clipping and noise. Train it in the same Run (put "
-                    "it into the model), freeze it, or give it an optimizer of its own if it meets public data only."
-                )
-
-    def close(self) -> None:
-        _OptimizerGuard._active = tuple(guard for guard in self._active if guard is not self)
-
-
-def _length(dataset: Dataset[Any]) -> int:
-    if isinstance(dataset, DataLoader):
-        raise ConfigError(
-            "Privet draws the samples itself, so it cannot use a DataLoader: give its data set "
-            "(loader.dataset), and collate_fn or num_workers as loader_options."
-        )
-    try:
-        size = len(dataset)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigError("The data set has no length. Private sampling needs a map-style data set.") from None
-    if size == 0:
-        raise ConfigError("The data set is empty: there is nothing to train on.")
-    return size
-
-
-def _loader_options(options: Mapping[str, Any], dataset: Dataset[Any]) -> dict[str, Any]:
-    """The options for torch's DataLoader, tried out before the first step needs them."""
-    if drawn := [name for name in options if name in _DRAWN]:
-        raise ConfigError(
-            f"loader_options has {', '.join(drawn)}, but the sampling rule draws the samples, as the accountant counts "
-            "on it. Leave it out; how many records a step has is the rule's batch."
-        )
-    options = {**options, "collate_fn": options.get("collate_fn") or _collate}
-    try:
-        DataLoader(dataset, batch_sampler=[], **options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"torch's DataLoader does not take these loader_options: {error}.") from error
-    return options
-
-
-def _collate(items: list[Any]) -> Any:
-    try:
-        return default_collate(items)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"The records of a sample cannot be put into one batch: {error}. Give a function that can, for example by "
-            'padding them to one length: loader_options={"collate_fn": …}.'
-        ) from error
-
-
-def _records_of(users: Sequence[Hashable], size: int) -> list[Sample]:
-    """The positions of each user's records, users in order of their first record."""
-    if len(users) != size:
-        raise ConfigError(f"There are {size} records and {len(users)} users: give one id for each record.")
-    found: dict[Hashable, list[int]] = {}
-    for position, given in enumerate(users):
-        # tensors are never the same key of a dict
-        user = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
-        if isinstance(user, Tensor) or not isinstance(user, Hashable) or (isinstance(user, float) and math.isnan(user)):
-            raise ConfigError(f"The user of record {position} is {user!r}: give a number or a name for each record.")
-        found.setdefault(user, []).append(position)
-    return [np.array(positions, dtype=np.int64) for positions in found.values()]
-
-
-def refuse_overlap(private: Dataset[Any], public: Dataset[Any]) -> None:
-    """Refuses public records that are private ones: by identity, as far as it can be seen without reading them."""
-    (private, inside), (public, outside) = _unwrapped(private), _unwrapped(public)
-    same, shared = private is public, False
-    if isinstance(private, TensorDataset) and isinstance(public, TensorDataset):
-        pairs = [(a, b) for a in private.tensors for b in public.tensors]
-        same = same or any(a.data_ptr() == b.data_ptr() for a, b in pairs)
-        shared = not same and any(_share_memory(a, b) for a, b in pairs)  # slices, whose numbers do not match
-    if shared or (same and (inside is None or outside is None or not inside.isdisjoint(outside))):
-        raise ConfigError(
-            "The public records overlap with the private ones: some of them are the same items of the same data set. "
-            "Give records of their own (a copy, or a slice that ends before the other begins), or two "
-            "torch.utils.data.Subset without a common index."
-        )
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors overlap in memory, as slices of one may do: by their first and last byte."""
-    (start, end), (other_start, other_end) = _extent(a), _extent(b)
-    return start < other_end and other_start < end
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    steps = sum(step * (length - 1) for step, length in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (steps + 1 if tensor.numel() else 0)
-
-
-def _unwrapped(dataset: Dataset[Any]) -> tuple[Dataset[Any], set[int] | None]:
-    """The data set below any `Subset`, and which of its items are meant (None: all)."""
-    indices: list[int] | None = None
-    while isinstance(dataset, Subset):
-        here = [int(i) for i in dataset.indices]  # a tensor's elements would never be equal to each other
-        indices = here if indices is None else [here[i] for i in indices]
-        dataset = dataset.dataset
-    return dataset, None if indices is None else set(indices)
-
-
 def _open(ledger: Ledger | str | Path | None) -> tuple[Ledger, bool]:
     if isinstance(ledger, Ledger):
         return ledger, False
     return Ledger(":memory:" if ledger is None else ledger), True
-
-
-def _options_of(method: Method) -> dict[str, Any]:
-    return {f.name: getattr(method, f.name) for f in fields(method)}  # type: ignore[arg-type]
-
-
-def _not_covered(run: Run) -> list[str]:
-    """What the number does not speak of, in sentences."""
-    gaps = [
-        "Hyper-parameters chosen by looking at other private runs on this data: each of those runs costs too (the "
-        "ledger adds them up).",
-        "Anything else that was computed from the private records: metrics on them, early stopping by them, statistics "
-        "used to prepare the inputs.",
-        "Side channels: time, memory, and access to the machine while it trains.",
-        "Rounding in the floating-point sum before noise is added.",
-    ]
-    if not run.records_stated:
-        gaps.append("The number of records: it was taken from the data and counts as public.")
-    if run.public is not None:
-        gaps.append("The public records that the method learned from: they are not protected at all.")
-    if run.plan.delta * run.records >= 1:
-        gaps.append(
-            f"Much: delta {run.plan.delta:g} is not below 1/records ({1 / run.records:.2g}), so the guarantee would "
-            "allow to publish a whole record."
-        )
-    if run.source.level == "system":
-        gaps.append(
-            "Precision of floating-point noise: mitigated by rounding to a grid, not proven away (noise level 'exact')."
-        )
-    if run.source.level == "seeded":
-        gaps.append("Everything: the noise is reproducible from a seed, so whoever knows the seed can subtract it.")
-    if run.method.records_must_be_independent and not run._checking:
-        gaps.append("That records do not depend on each other: the check on made-up records was switched off.")
-    return gaps

@@ -207,15 +207,9 @@ class InputClip(nn.Module):
         for instead in self.instead:
             if (clipped := instead(self, x)) is not None:
                 return clipped
-        with torch.no_grad():
-            squares = self.squared_norms(x)
-            factors = self._factors(x, squares)
-            finite = torch.isfinite(squares).view(factors.shape)
+        factors = self._factors(x)
         plain = not torch.compiler.is_compiling()
-        if plain and bool((factors == 1).all()):
-            return x
-        clipped = (x * factors).to(x.dtype)
-        return clipped if plain and bool(finite.all()) else torch.where(finite, clipped, 0)
+        return x if plain and bool((factors == 1).all()) else self._scaled(x, factors)
 
     @torch.no_grad()
     def clip(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,11 +222,8 @@ class InputClip(nn.Module):
             return native.clip_patches(
                 x, target, window.kernel, window.stride, window.dilation, [(top, bottom), (left, right)]
             )
-        squares = self.squared_norms(x)
-        finite = torch.isfinite(squares)
-        factors = self._factors(x, squares)
-        clipped = torch.where(finite.view(factors.shape), (x * factors).to(x.dtype), 0)
-        return clipped, factors.flatten().masked_fill(~finite, 0)
+        factors = self._factors(x)
+        return self._scaled(x, factors), factors.flatten()
 
     def _patches_are_short(self, x: Tensor, window: Window) -> bool:
         return (
@@ -242,11 +233,21 @@ class InputClip(nn.Module):
             and all(n > 0 for n in x.shape)
         )
 
-    def _factors(self, x: Tensor, squares: Tensor) -> Tensor:
-        """min(1, C/n), with C a little below the bound."""
+    @torch.no_grad()
+    def _factors(self, x: Tensor) -> Tensor:
+        """min(1, C/n) with C a little below the bound, in a shape to multiply x with; 0 where n is not finite."""
+        squares = self.squared_norms(x)
         margin = _HALF_MARGIN if x.dtype in (torch.float16, torch.bfloat16) else _MARGIN
         factors = (squares.double() * (margin * self.bound.double()) ** -2).clamp(min=1).rsqrt()
+        factors = torch.where(torch.isfinite(squares), factors, 0)
         return factors.to(torch.promote_types(x.dtype, torch.float32)).view(-1, *[1] * (x.dim() - 1))
+
+    @staticmethod
+    def _scaled(x: Tensor, factors: Tensor) -> Tensor:
+        scaled, kept = (x * factors).to(x.dtype), factors > 0
+        if not torch.compiler.is_compiling() and bool(kept.all()):
+            return scaled
+        return torch.where(kept, scaled, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "instead": []}  # a copy is not the one that is trained
