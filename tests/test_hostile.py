@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from privet import Budget, ConfigError, PerExample, Poisson, Refused, Run
+from privet import Budget, ConfigError, Layerwise, PerExample, Poisson, Refused, Run, Ternary
 from privet.gradients import Dense, Recorder, rule_for
-from privet.gradients.linear import _OuterBias
+from privet.gradients.linear import Outer, _OuterBias
 from privet.gradients.per_record import RULES, row_squares
-from privet.methods import Setting
+from privet.methods import Method, Setting
+from privet.methods.ternary import _SignsInPassing
 
 SETTING = Setting(batch=4, noise_multiplier=1.0, relation="add_remove")
 
@@ -110,6 +111,36 @@ def test_bounds_are_full_precision_whatever_the_model_may_use(precision: str) ->
     finally:
         torch.set_float32_matmul_precision(before)
     torch.testing.assert_close(found, exact, rtol=5e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", [PerExample(clip=1.0), Layerwise(clip=1.0), Ternary(clip=1.0)])
+def test_sums_are_full_precision_too(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of lower precision may be longer than the norms that its factors were made from."""
+    seen = set()
+
+    def watched(sum_of: Any) -> Any:
+        def watch(self: Any, *args: Any) -> Any:
+            seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return sum_of(self, *args)
+
+        return watch
+
+    for kind, name in ((Outer, "weighted_sum"), (Dense, "weighted_sum"), (_SignsInPassing, "sum"), (Dense, "dense")):
+        monkeypatch.setattr(kind, name, watched(getattr(kind, name)))
+    model = nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3))
+    session = method.open(model, SETTING)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            with session.listening():
+                losses = model(torch.randn(3, 4)).float().square().sum(1)
+            session.add(losses)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+        session.close()
+    assert seen == {("highest", False, False)}
 
 
 def test_a_chunk_that_failed_half_way_cannot_be_handed_in_again(monkeypatch: pytest.MonkeyPatch) -> None:

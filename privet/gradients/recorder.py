@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -32,6 +33,12 @@ class Recorder(Taps):
         self.run_backward(losses, torch.ones_like(losses))
         found, self._found = self._found, {}
         return {name: _added(uses) for name, uses in found.items()}
+
+    @contextmanager
+    def at_work(self, losses: Tensor) -> Iterator[None]:
+        """For what is made of the gradients: without a graph, in full precision, and in the scratch memory here."""
+        with torch.no_grad(), full_precision(losses), using(self._scratch):
+            yield
 
     def take(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         found = self._gradients(use, inputs, deltas)

@@ -102,7 +102,7 @@ class _PerExampleSession(Session):
 
     def add(self, losses: Tensor) -> None:
         gradients = self.recorder.backward(losses)
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        with self.recorder.at_work(losses):
             self._sum(losses, gradients)
 
     def _sum(self, losses: Tensor, gradients: Mapping[str, PerRecord]) -> None:

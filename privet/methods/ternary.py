@@ -34,7 +34,7 @@ from .. import native
 from ..errors import CheckpointError, ConfigError
 from ..gradients import Recorder
 from ..gradients.linear import Outer
-from ..gradients.per_record import Dense, PerRecord, row_squares, scratch, using
+from ..gradients.per_record import Dense, PerRecord, row_squares, scratch
 from ..gradients.recorder import _added
 from ..gradients.taps import Use
 from ..options import option
@@ -203,7 +203,7 @@ class _BlockRecorder(Recorder):
         self.run_backward(losses, torch.ones_like(losses))
 
     def blocks(self, records: int) -> Iterator[tuple[slice, dict[str, PerRecord]]]:
-        """Records by number and their gradients, which may be used until the next ones."""
+        """Records by number and their gradients, which may be used until the next ones, `at_work` on them."""
         uses, self._uses = self._uses, []
         trained = [p for p in self.parameters.values() if p.requires_grad]
         block_size = _BLOCK_IN_PASSING if native.serves(*trained) else _BLOCK
@@ -215,8 +215,7 @@ class _BlockRecorder(Recorder):
             for use, inputs, deltas in uses:
                 super().take(use, [x[block] for x in inputs], [d if d is None else d[block] for d in deltas])
             found, self._found = self._found, {}
-            with using(self._scratch):
-                yield block, {name: _added(parts) for name, parts in found.items()}
+            yield block, {name: _added(parts) for name, parts in found.items()}
 
 
 class _Signs(ABC):
@@ -299,7 +298,7 @@ class _RecordSession(Session):
     def add(self, losses: Tensor) -> None:
         self.recorder.listen(losses)
         finite = torch.isfinite(losses.detach())
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        with self.recorder.at_work(losses):
             for block, gradients in self.recorder.blocks(len(losses)):
                 signs = {name: _Signs.of(gradient, self.levels.tau(name)) for name, gradient in gradients.items()}
                 if signs:
