@@ -1,8 +1,8 @@
-"""What several test files share: the naive re-implementation that per-record gradients are held against."""
+"""What several test files share: naive per-record gradients to hold others against, and one step by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from privet.methods import Query, Session
 
 settings.register_profile("privet", deadline=None, derandomize=True, database=None, max_examples=25)
 settings.load_profile("privet")
@@ -23,6 +25,8 @@ def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 Losses = Callable[..., Tensor]
 """(model, *batch) to a vector of losses."""
+Unit = list[tuple[Any, ...]]
+"""The chunks of a group of records."""
 
 
 def bumpy(output: Tensor) -> Tensor:
@@ -58,3 +62,15 @@ def naive_clipped_sum(gradients: dict[str, Tensor], clip: float, gamma: float | 
     norms = flat.norm(dim=1)
     factors = (clip / norms).clamp(max=1) if gamma is None else clip / (norms + gamma)
     return {name: torch.einsum("n,n...->...", factors, g.double()) for name, g in gradients.items()}
+
+
+def queries_of(session: Session, model: nn.Module, units: Iterable[Unit], losses: Losses = bumpy_losses) -> list[Query]:
+    """What a step over these groups asks for noise for."""
+    session.begin()
+    for unit in units:
+        for chunk in unit:
+            with session.listening():
+                session.add(losses(model, *chunk))
+        if unit:
+            session.end_unit()
+    return session.finish()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Losses, bumpy_losses, naive_gradients
+from conftest import Losses, Unit, bumpy_losses, naive_gradients, queries_of
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
@@ -18,14 +18,12 @@ from torch.utils.data import TensorDataset
 from privet import Budget, CheckpointError, ConfigError, Poisson, Refused, Run, Ternary, method, native
 from privet.audit.sensitivity import check_sensitivity
 from privet.audit.subject import MethodSubject
-from privet.methods import Query, Sensitivity, Session, Setting, ternary
+from privet.methods import Query, Sensitivity, Setting, ternary
 from privet.noise import Source
 from privet.step import Rules, noise_stds
 
 B = 12
 SETTING = Setting(batch=B, noise_multiplier=1.0, relation="add_remove")
-Unit = list[tuple[Any, ...]]
-"""The chunks of a micro-batch, or of the sample where each record is one."""
 
 
 def network() -> nn.Module:
@@ -66,21 +64,10 @@ def line(size: int) -> nn.Module:
     return nn.Linear(size, 1, bias=False)
 
 
-def step(session: Session, model: nn.Module, units: Iterable[Unit], losses: Losses = bumpy_losses) -> list[Query]:
-    session.begin()
-    for unit in units:
-        for chunk in unit:
-            with session.listening():
-                session.add(losses(model, *chunk))
-        if unit:
-            session.end_unit()
-    return session.finish()
-
-
 def bounded(chosen: Ternary, model: nn.Module, units: Iterable[Unit], losses: Losses = bumpy_losses) -> list[Query]:
     session = chosen.open(model, SETTING)
     try:
-        return step(session, model, units, losses)
+        return queries_of(session, model, units, losses)
     finally:
         session.close()
 
@@ -179,13 +166,13 @@ def test_a_record_adds_minus_c_zero_or_c(groups: Any) -> None:
 def test_nobody_adds_zero_and_a_step_starts_from_zero(groups: Any) -> None:
     model, x = network(), images(4)
     session = Ternary(record_groups=groups).open(model, SETTING)
-    assert not step(session, model, [])[0].total.any()
-    first = step(session, model, [[(x,)]])[0].total.clone()
+    assert not queries_of(session, model, [])[0].total.any()
+    first = queries_of(session, model, [[(x,)]])[0].total.clone()
     with session.listening():
         session.add(bumpy_losses(model, x[:2]))  # of a step that is left
-    assert torch.equal(step(session, model, [[(x,)]])[0].total, first)
+    assert torch.equal(queries_of(session, model, [[(x,)]])[0].total, first)
     model[0].requires_grad_(False)  # type: ignore[index]
-    (query,) = step(session, model, [[(x,)]])
+    (query,) = queries_of(session, model, [[(x,)]])
     assert query.total.numel() == sum(p.numel() for p in model.parameters() if p.requires_grad)
     session.close()
 
@@ -203,9 +190,9 @@ def test_no_more_than_a_block_of_gradients_is_held(monkeypatch: pytest.MonkeyPat
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(500, 200), nn.Linear(200, 2)), torch.randn(128, 500)
     session = Ternary().open(model, SETTING)
-    step(session, model, [[(x[:2],)]])
+    queries_of(session, model, [[(x[:2],)]])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step(session, model, [[(x,)]])
+        queries_of(session, model, [[(x,)]])
     session.close()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     held = np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
@@ -365,7 +352,7 @@ def test_tau_follows_the_density(groups: Any, start: float) -> None:
     random = torch.Generator().manual_seed(0)
     for _ in range(120):
         x = torch.rand(12, 1000, generator=random) * 2 - 1
-        queries = step(session, model, [[(x[i : i + 2],)] for i in range(0, 12, 2)], slope)
+        queries = queries_of(session, model, [[(x[i : i + 2],)] for i in range(0, 12, 2)], slope)
         session.observe({q.name: q.total for q in queries if q.group is None})
     tau = session.state()["taus"]["*"]
     session.close()

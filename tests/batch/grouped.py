@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import Losses, bumpy_losses
+from conftest import Losses, Unit, bumpy_losses, queries_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -18,8 +18,6 @@ from privet.methods.batch import Batch
 
 B = 12
 SETTING = Setting(batch=B, noise_multiplier=1.0, relation="add_remove")
-Unit = list[tuple[Any, ...]]
-"""The chunks of a group."""
 
 
 # One step of a session, and the naive sum
@@ -41,14 +39,7 @@ def images(count: int, seed: int = 0) -> Tensor:
 
 def step(session: Session, model: nn.Module, units: Iterable[Unit], losses: Losses = bumpy_losses) -> Query:
     """What a step does with these groups."""
-    session.begin()
-    for unit in units:
-        for chunk in unit:
-            with session.listening():
-                session.add(losses(model, *chunk))
-        if unit:
-            session.end_unit()
-    (query,) = session.finish()
+    (query,) = queries_of(session, model, units, losses)
     return query
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import bumpy_losses
-from grouped import SETTING, B, Unit, bounded, close, images, naive, network, normalised, step
+from conftest import Unit, bumpy_losses
+from grouped import SETTING, B, bounded, close, images, naive, network, normalised, step
 from torch import Tensor, nn
 
 from privet.methods.batch import Batch
