@@ -297,9 +297,9 @@ class _BackpropSession(Session):
         if self._learning:
             return clipped.delta
         layer.rule.add_clipped(layer.unit.layer, z, delta, clipped, layer.totals)
-        self._count((name, "gradient"), clipped.factors == 1, clipped.factors > 0)
+        self._count((name, "gradient"), clipped.factors, clipped.factors)
         if input_factors is not None:
-            self._count((name, "input"), input_factors == 1, clipped.factors > 0)
+            self._count((name, "input"), input_factors, clipped.factors)
         return clipped.delta
 
     def finish(self) -> list[Query]:
@@ -321,10 +321,12 @@ class _BackpropSession(Session):
         """A twentieth of the batch (Andrew et al.), or more, so that all side queries cost at most 1/16 of 1/σ²."""
         return max(self.setting.batch / 20, 2 * self.setting.noise_multiplier * math.sqrt(len(self._below)))
 
-    def _count(self, key: tuple[str, str], below: Tensor, finite: Tensor) -> None:
+    def _count(self, key: tuple[str, str], factors: Tensor, of_gradient: Tensor) -> None:
+        """A record is below a clip that leaves it as it is; one whose gradient is not finite does not count."""
         if key in self._below:
+            finite = of_gradient > 0
             counted = finite if self._lost is None else finite & ~self._lost
-            self._below[key] += torch.where(below, 0.5, -0.5).masked_fill(~counted, 0).sum()
+            self._below[key] += torch.where(factors == 1, 0.5, -0.5).masked_fill(~counted, 0).sum()
 
     def observe(self, noisy: Mapping[str, Tensor]) -> None:
         for name, what in self._side_queries():
