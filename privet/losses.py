@@ -330,7 +330,9 @@ class PreActivations:
                 raise Refused(f"Layer '{name}' gives {got}: a penalty is for tensors whose first axis is the records.")
             # Done even if nobody asks: gradient checkpointing runs a layer again and must find the same operations.
             passed, sizes = _Measured.apply(output.clone() if self._copies else output, self._squared)  # type: ignore[no-untyped-call]
-            result = None if self._copies else passed  # an activation may overwrite the output itself
+            # Who gets `passed` may not overwrite it, as activations do, and whoever divides the scores in place. So it
+            # goes on only where it saves something: over positions.
+            result = None if self._copies or output.dim() == 2 else passed
             if self._seen is None:
                 return result
             if torch.is_grad_enabled() and name in self._trained and not _trains(layer):

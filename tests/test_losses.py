@@ -218,16 +218,18 @@ def test_the_penalty_without_squares_is_finite_where_nothing_is_active() -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("squared", [True, False])
 @pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("positions", [(), (2,)])
 def test_the_gradient_of_the_penalty_joins_that_of_what_follows(
-    dtype: torch.dtype, squared: bool, inplace: bool
+    dtype: torch.dtype, squared: bool, inplace: bool, positions: tuple[int, ...]
 ) -> None:
-    model, (x, _) = rectified(inplace).to(dtype), rows(7)
-    x = x.to(dtype)
+    model = rectified(inplace).to(dtype)
+    x = torch.randn(7, *positions, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def by_hand(x: Tensor) -> Tensor:
         first = model[0](x)
         second = model[2](first.relu())
-        sizes = [(h.double().norm(dim=1) ** (2 if squared else 1)) / h.shape[1] for h in (first, second)]
+        hidden = [h.double().flatten(1) for h in (first, second)]
+        sizes = [(h.norm(dim=1) ** (2 if squared else 1)) / h.shape[1] for h in hidden]
         return model[4](second.relu()).double().sum() + 20 * torch.stack(sizes).sum()  # type: ignore[no-any-return]
 
     expected = torch.autograd.grad(by_hand(x), list(model.parameters()))
@@ -237,6 +239,15 @@ def test_the_gradient_of_the_penalty_joins_that_of_what_follows(
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-9
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).double().norm()) <= tolerance * float(other.double().norm())
+
+
+def test_scores_may_be_changed_in_place() -> None:
+    model, (x, y) = network(), images(5)
+    with LosingLess(model) as criterion:
+        expected = torch.autograd.grad(criterion(model(x) / 3, y).sum(), list(model.parameters()))
+        found = torch.autograd.grad(criterion(model(x).div_(3), y).sum(), list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 class HeadFirst(nn.Module):
