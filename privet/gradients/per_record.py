@@ -122,21 +122,6 @@ def squares_of(norms: Tensor, size: int) -> Tensor:
     return (norms.double() + math.sqrt(size) * 2.0**-62).square()
 
 
-@contextmanager
-def full_precision(like: Tensor) -> Iterator[None]:
-    """Bounds are computed in float32 as it stands, whatever precision the user allows the model's own products."""
-    allowed = torch.get_float32_matmul_precision()
-    if allowed == "highest" and not torch.is_autocast_enabled(like.device.type):
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(like.device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(allowed)
-
-
 def wide(tensor: Tensor) -> Tensor:
     """Norms and sums are never computed below float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

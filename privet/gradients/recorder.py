@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Refused
+from ..precision import full_precision
 from .fallback import fallback
-from .per_record import RULES, Dense, PerRecord, Scratch, full_precision, using
+from .per_record import RULES, Dense, PerRecord, Scratch, using
 from .taps import Taps, Use
 
 

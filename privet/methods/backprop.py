@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, Refused
 from ..gradients.bounded import BOUNDS, Bounded
-from ..gradients.per_record import Scratch, full_precision, using, wide
+from ..gradients.per_record import Scratch, using, wide
 from ..gradients.taps import Taps, Unit, Use
 from ..nn.input_clip import NORMS, InputClip, Norm, Window, clip_of
 from ..noise import Allocation
 from ..options import option
+from ..precision import full_precision
 from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 
 _SMALL = 2.0**-20

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import native
 from ..errors import Refused
+from ..precision import coarseness
 from .padding import padding_in_use
 
 Norm = Literal["patch", "frobenius", "input"]
@@ -177,7 +178,7 @@ class InputClip(nn.Module):
             return energy.flatten(1).sum(1) if energy.dim() > 1 else energy
         if self.window is None:
             return energy.flatten(1).amax(1)
-        if torch.get_float32_matmul_precision() != "highest" or energy.is_cuda:
+        if coarseness(energy.device.type) or energy.is_cuda:
             energy = energy.double()
         if norm == "input":
             return _total(self.window.padded(energy).flatten(1))

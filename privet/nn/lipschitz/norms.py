@@ -18,6 +18,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ...precision import coarseness
+
 INFLATION = 1 + 1e-5
 
 _EXACT = 512
@@ -58,10 +60,7 @@ def rounding(weight: Tensor, terms: int) -> float:
     """By how much a product of sums with this many terms may be off, relative to ‖W‖_F·‖x‖."""
     if weight.dtype == torch.float64:
         return terms * 2.0**-53
-    coarse = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
-    if weight.is_cuda and torch.backends.cudnn.allow_tf32:  # convolutions round their inputs to 10 bits by default
-        coarse = max(coarse, 2.0**-10)
-    return coarse + terms * 2.0**-24
+    return coarseness(weight.device.type) + terms * 2.0**-24
 
 
 def convolution_norm(weight: Tensor, *, groups: int, multiplicity: int, wrap: int) -> float:
