@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NoReturn, get_args
 
 import numpy as np
@@ -39,7 +41,7 @@ _EXACT_RANGE = 2.0**46
 
 
 class Source:
-    """A stream of randomness for noise and sampling; one per run, used by one thread at a time.
+    """A stream of randomness for noise and sampling; one per run. Two threads at once are refused.
 
     Formal guarantee (`system`, `exact`): the key is 256 bits of `os.urandom`, drawn when the source is made
     and again in a process forked from it. It can be neither read nor set nor copied, so that no two sources,
@@ -64,6 +66,7 @@ class Source:
         # Two words more than are used: some versions of `cryptography` ask for room for a spare cipher block.
         self._words = torch.empty(2 * _PAIRS + 2, dtype=torch.int64, device="cpu")
         self._bits = self._words.numpy().view(np.uint64)
+        self._in_use = threading.Lock()
         self._uniforms = torch.empty(2 * _PAIRS, dtype=torch.float64, device="cpu")
         self._noise = torch.empty(2 * _PAIRS, dtype=torch.float64, device="cpu")
 
@@ -74,6 +77,19 @@ class Source:
         # The counter may start at zero, as no key is ever used for two streams; with 128 bits it never wraps.
         self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
         self._process = os.getpid()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Words lie in memory of this source until they are made use of: another thread would get the same ones."""
+        if not self._in_use.acquire(blocking=False):
+            raise PrivetError(
+                "Two threads draw from one source of randomness at the same time, which could give both the same "
+                "noise. Nothing was released. Give each thread a run of its own."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def _fill(self, buffer: npt.NDArray[np.uint64], count: int) -> None:
         """Write `count` keystream words to the front of `buffer`, which has room for two more."""
@@ -87,7 +103,8 @@ class Source:
     def words(self, count: int) -> npt.NDArray[np.uint64]:
         """The next `count` words of 64 uniform bits; the first n of them do not depend on `count`."""
         buffer = np.empty(count + 2, dtype=np.uint64)
-        self._fill(buffer, count)
+        with self._alone():
+            self._fill(buffer, count)
         return buffer[:count]
 
     def uniforms(self, count: int) -> npt.NDArray[np.float64]:
@@ -136,8 +153,9 @@ class Source:
                 "Level 'exact' has no continuous normals: use add_noise, which draws on the integer grid."
             )
         normals = torch.empty(count, dtype=torch.float64, device="cpu")
-        for part in torch.split(normals, 2 * _PAIRS):
-            self._normals(part, scale=1.0)
+        with self._alone():
+            for part in torch.split(normals, 2 * _PAIRS):
+                self._normals(part, scale=1.0)
         return normals
 
     def _normals(self, out: torch.Tensor, scale: float) -> torch.Tensor:
@@ -158,12 +176,13 @@ class Source:
     def _add_rounded(self, values: torch.Tensor, std: float, grid: float, out: torch.Tensor) -> None:
         """values + N(0, std²), rounded to multiples of `grid`, to `out`; at most 2·_PAIRS of them."""
         apart = abs(values.data_ptr() - out.data_ptr()) >= values.nbytes
-        if native.serves(values, out) and values.is_contiguous() and out.is_contiguous() and apart:
-            self._fill(self._bits, len(values) + len(values) % 2)
-            native.add_noise(self._words, values, std, grid, out)
-        else:
-            noise = self._normals(self._noise[: len(values)], scale=std / grid)
-            out.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
+        with self._alone():
+            if native.serves(values, out) and values.is_contiguous() and out.is_contiguous() and apart:
+                self._fill(self._bits, len(values) + len(values) % 2)
+                native.add_noise(self._words, values, std, grid, out)
+            else:
+                noise = self._normals(self._noise[: len(values)], scale=std / grid)
+                out.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
 
     def add_noise(self, total: torch.Tensor, std: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """`total` (flat, float32 or float64) plus Gaussian noise of deviation `std`, on a grid; in float64.

@@ -6,7 +6,9 @@ import copy
 import math
 import os
 import pickle
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +111,39 @@ def test_a_forked_process_has_another_stream(level: Level, draw: Callable[[Sourc
 def test_a_source_cannot_be_copied(level: Level, duplicate: object) -> None:
     with pytest.raises(ConfigError, match="same noise twice"):
         duplicate(make(level))  # type: ignore[operator]
+
+
+DRAWS: dict[str, Callable[[Source], object]] = {
+    "words": lambda source: source.words(3),
+    "noise": lambda source: source.add_noise(torch.zeros(3), 1.0),
+    "noise in C": lambda source: source.add_noise(torch.zeros(3), 1.0, out=torch.empty(3)),
+    "normals": lambda source: source.gaussian(3),
+}
+
+
+@pytest.mark.parametrize("first", DRAWS)
+@pytest.mark.parametrize("second", DRAWS)
+def test_two_threads_at_once_are_refused(first: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would find the same words in the memory that they share."""
+    source, said = Source(), []
+    fill = Source._fill
+
+    def other() -> None:
+        with pytest.raises(PrivetError, match="Two threads draw from one source"):
+            DRAWS[second](source)
+        said.append("no")
+
+    def while_filling(self: Source, *args: Any) -> None:
+        monkeypatch.setattr(Source, "_fill", fill)
+        fill(self, *args)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(Source, "_fill", while_filling)
+    DRAWS[first](source)
+    assert said == ["no"]
+    DRAWS[second](source)
 
 
 def test_the_key_is_not_kept() -> None:
