@@ -144,6 +144,26 @@ def test_sums_are_full_precision_too(method: Method, monkeypatch: pytest.MonkeyP
     assert seen == {(0.0, False, False)}
 
 
+class Tied(nn.Module):
+    """One weight for two layers over positions, whose gradients are added record by record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shared_weights_are_bounded_under_autocast(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Tied(), torch.randn(1, 3, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert clipped_sum(model, lambda: 100 * model(x).float().square().sum((1, 2))).norm() <= 1
+
+
 def test_a_chunk_that_failed_half_way_cannot_be_handed_in_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 3)
     run = run_of(model, check=False)

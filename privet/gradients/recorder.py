@@ -33,7 +33,8 @@ class Recorder(Taps):
         self._scratch.reclaim()
         self.run_backward(losses, torch.ones_like(losses))
         found, self._found = self._found, {}
-        return {name: _added(uses) for name, uses in found.items()}
+        with full_precision(losses):
+            return {name: _added(uses) for name, uses in found.items()}
 
     @contextmanager
     def at_work(self, losses: Tensor) -> Iterator[None]:
