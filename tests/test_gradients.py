@@ -662,6 +662,24 @@ def test_a_layer_that_folds_records_into_another_axis_is_refused_by_name() -> No
         recorded(Folding(), bumpy_losses, (torch.ones(2, 4, 3),))
 
 
+class Token(nn.Module):
+    """Gives every record of a batch the same numbers: of a batch given as such, or by its number of records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([1.0, -2, 3]))
+
+    def forward(self, batch: Tensor | int) -> Tensor:
+        return self.value.expand(batch if isinstance(batch, int) else len(batch), 3) * 1.0
+
+
+def test_a_layer_that_gets_no_records_but_their_number_is_refused_by_name_and_the_way_out_is_one() -> None:
+    model = nn.ModuleDict({"token": Token(), "last": nn.Linear(3, 1)}).double()
+    agree(model, rand(4, 3), losses=lambda m, x: bumpy(m["last"](x * m["token"](x))))
+    with pytest.raises(Refused, match=r"'token' \(Token\).*\(4, 3\).*number of records"):
+        recorded(model, lambda m, x: bumpy(m["last"](x * m["token"](len(x)))), (rand(4, 3),))
+
+
 @pytest.mark.parametrize("kind", ["gru", "attention"])
 def test_records_on_the_second_axis_are_refused_even_if_both_have_one_length(kind: str) -> None:
     model: nn.Module = nn.GRU(3, 4) if kind == "gru" else nn.MultiheadAttention(4, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from privet.gradients.per_record import Scratch
+from privet.gradients.scratch import Scratch
 
 LIKE = torch.zeros(())
 

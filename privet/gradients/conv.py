@@ -25,7 +25,8 @@ from .. import native
 from ..errors import Refused
 from ..nn.padding import padding_in_use
 from .linear import gram_product
-from .per_record import SLICE, Dense, PerRecord, row_squares, rule_for, scratch, squares_of, wide
+from .per_record import SLICE, Dense, PerRecord, row_squares, rule_for, squares_of, wide
+from .scratch import scratch
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

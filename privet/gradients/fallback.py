@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
+from ..errors import Refused
 from .per_record import Dense, PerRecord, wide
 
 
@@ -55,7 +56,7 @@ def record_axes(layer: nn.Module) -> Iterator[int]:
 
 
 def fallback(
-    layer: nn.Module, call: Call, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]
+    described: str, layer: nn.Module, call: Call, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]
 ) -> Mapping[str, PerRecord]:
     """The layer is run again on each record, so it must be a function of its arguments and weights alone.
 
@@ -76,6 +77,13 @@ def fallback(
             )
 
         outputs, pull = vjp(forward, parameters)[:2]
+        if [o.shape for o in outputs] != [d.shape for d in upstream]:
+            raise Refused(
+                f"Layer {described} has no rule of its own, so Privet runs it again on one record at a time, and its "
+                f"output has then another shape: {[tuple(o.shape) for o in outputs]} in place of "
+                f"{[tuple(d.shape) for d in upstream]} for a record. Let its forward take the batch itself and read "
+                "the number of records from it (x.shape[0]), not from another argument."
+            )
         (gradient,) = pull(tuple(d.to(o.dtype) for d, o in zip(upstream, outputs, strict=True)))
         return {name: wide(g) for name, g in gradient.items()}
 

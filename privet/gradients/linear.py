@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import native
-from .per_record import UNIT_ROUNDING, Dense, PerRecord, row_squares, rule_for, scratch, wide
+from .per_record import UNIT_ROUNDING, Dense, PerRecord, row_squares, rule_for, wide
+from .scratch import scratch
 
 _SMALLEST_TRACE = 2.0**-100
 """Above this, what a float32 Gram matrix has lost is far below the margin."""

@@ -8,10 +8,8 @@ sum over records, and, where there is no way around it, all gradients in full.
 from __future__ import annotations
 
 import math
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -125,62 +123,3 @@ def squares_of(norms: Tensor, size: int) -> Tensor:
 def wide(tensor: Tensor) -> Tensor:
     """Norms and sums are never computed below float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-class Scratch:
-    """Large blocks that are used again from step to step: mapping fresh pages costs more than much of the arithmetic.
-
-    What `take` gives is the caller's until the next `reclaim`, which a `Recorder` calls before each backward pass.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._used: list[Tensor] = []
-
-    def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Uninitialised memory of this shape, with the type and device of `like`."""
-        size = math.prod(shape)
-        return self._block(size, like)[:size].view(*shape)
-
-    @contextmanager
-    def lent(self, shape: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-        """Like `take`, for the time of a `with` block only: whoever comes next may get the same memory."""
-        size = math.prod(shape)
-        block = self._block(size, like)
-        try:
-            yield block[:size].view(*shape)
-        finally:
-            self._free.append(block)
-
-    def reclaim(self) -> None:
-        # blocks that a whole pass did not need were for other batch sizes: let them go
-        self._free, self._used = self._used, []
-
-    def _block(self, size: int, like: Tensor) -> Tensor:
-        fits = [b for b in self._free if b.dtype == like.dtype and b.device == like.device and b.numel() >= size]
-        block = min(fits, key=Tensor.numel, default=None)
-        if block is None:
-            block = like.new_empty(size)
-        else:
-            self._free = [b for b in self._free if b is not block]
-        self._used.append(block)
-        return block
-
-
-_current = threading.local()
-
-
-def scratch() -> Scratch:
-    """The scratch memory of the recorder at work in this thread."""
-    found: Scratch | None = getattr(_current, "scratch", None)
-    return found if found is not None else Scratch()
-
-
-@contextmanager
-def using(pool: Scratch) -> Iterator[None]:
-    before = getattr(_current, "scratch", None)
-    _current.scratch = pool
-    try:
-        yield
-    finally:
-        _current.scratch = before

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import Refused
-from ..precision import full_precision
 from .fallback import fallback
-from .per_record import RULES, Dense, PerRecord, Scratch, using
+from .per_record import RULES, Dense, PerRecord
 from .taps import Taps, Use
 
 
@@ -21,7 +19,6 @@ class Recorder(Taps):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, RULES)
-        self._scratch = Scratch()
         self._found: dict[str, list[PerRecord]] = {}
 
     def backward(self, losses: Tensor) -> dict[str, PerRecord]:
@@ -30,17 +27,10 @@ class Recorder(Taps):
         What is returned may be used until the next call.
         """
         self._found = {}
-        self._scratch.reclaim()
         self.run_backward(losses, torch.ones_like(losses))
         found, self._found = self._found, {}
-        with full_precision(losses):
+        with self.at_work(losses):
             return {name: _added(uses) for name, uses in found.items()}
-
-    @contextmanager
-    def at_work(self, losses: Tensor) -> Iterator[None]:
-        """For what is made of the gradients: without a graph, in full precision, and in the scratch memory here."""
-        with torch.no_grad(), full_precision(losses), using(self._scratch):
-            yield
 
     def take(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         found = self._gradients(use, inputs, deltas)
@@ -56,10 +46,9 @@ class Recorder(Taps):
         self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]
     ) -> Mapping[str, PerRecord]:
         layer = use.unit.layer
-        with torch.no_grad(), full_precision(inputs[0]), self.switched(False), using(self._scratch):
-            if use.call is None:
-                return RULES[type(layer)](layer, inputs[0], cast(Tensor, deltas[0]))
-            return fallback(layer, use.call, inputs, deltas)
+        if use.call is None:
+            return RULES[type(layer)](layer, inputs[0], cast(Tensor, deltas[0]))
+        return fallback(use.unit.described, layer, use.call, inputs, deltas)
 
 
 def _added(uses: list[PerRecord]) -> PerRecord:

@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
+from ..precision import full_precision
 from .fallback import Call, carries_gradient, float_outputs, record_axes
+from .scratch import Scratch, using
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +126,7 @@ class Taps(ABC):
         self._probed: int | None = None
         self.bytes_seen = 0
         """Bytes that passed through tapped layers since it was last set to zero."""
+        self._scratch = Scratch()
         self._handles: list[RemovableHandle] = []
         for unit in self.units:
             self._handles += self._watch(unit)
@@ -132,6 +135,7 @@ class Taps(ABC):
     def take(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
         """Gets one use of a layer: its inputs and the gradients at its outputs (None where no loss depends on one).
 
+        It is called `at_work`.
         What it returns goes on to the layers before in place of these gradients; None leaves them as they are.
         """
 
@@ -163,6 +167,15 @@ class Taps(ABC):
         finally:
             self._on = before
 
+    @contextmanager
+    def at_work(self, values: Tensor) -> Iterator[None]:
+        """For all that is made of gradients: no graph, no tapping, full precision, scratch memory that is kept.
+
+        `values` are any of the gradients: they tell the device.
+        """
+        with torch.no_grad(), self.switched(False), full_precision(values), using(self._scratch):
+            yield
+
     def refuse_changes(self) -> None:
         """Refuses a model whose parameters are not those that were hooked."""
         refuse_changes(self.model, self.parameters)
@@ -170,6 +183,7 @@ class Taps(ABC):
     def run_backward(self, losses: Tensor, weights: Tensor) -> None:
         """One backward pass from Σ weights·losses, during which `take` is called."""
         self._records = losses.shape[0]
+        self._scratch.reclaim()
         try:
             torch.autograd.backward(losses, weights)
         finally:
@@ -260,10 +274,11 @@ class Taps(ABC):
                     f"for {self._records} records. The first axis must be the records in every layer that has "
                     "parameters: use batch_first=True, and do not fold other axes into the first."
                 )
-        if self._probed is not None:
+        with self.at_work(next(d for d in deltas if d is not None)):
+            if self._probed is None:
+                return self.take(use, inputs, deltas)
             self._examine(use, inputs, deltas)
             return None
-        return self.take(use, inputs, deltas)
 
     def _examine(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         described = use.unit.described
@@ -271,13 +286,12 @@ class Taps(ABC):
             others = torch.arange(len(delta), device=delta.device) != self._probed
             if bool((delta[others] != 0).any()):
                 raise _Coupled(described)
-        with torch.no_grad(), self.switched(False):
-            if use.call is not None and use.call.is_random(use.unit.layer, inputs):
-                raise Refused(
-                    f"Layer {described} gives another output each time it is run (dropout inside?), and Privet has no "
-                    "rule of its own for it, so it would have to run it again. Set its dropout to zero and put an "
-                    "nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
-                )
+        if use.call is not None and use.call.is_random(use.unit.layer, inputs):
+            raise Refused(
+                f"Layer {described} gives another output each time it is run (dropout inside?), and Privet has no "
+                "rule of its own for it, so it would have to run it again. Set its dropout to zero and put an "
+                "nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
+            )
 
     def _refuse_strays(self) -> None:
         strays = [name for name, p in self.parameters.items() if p.grad is not None]

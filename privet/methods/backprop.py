@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError, Refused
 from ..gradients.bounded import BOUNDS, Bounded
-from ..gradients.per_record import Scratch, using, wide
+from ..gradients.per_record import wide
 from ..gradients.taps import Taps, Unit, Use
 from ..nn.input_clip import NORMS, InputClip, Norm, Window, clip_of
 from ..noise import Allocation
 from ..options import option
-from ..precision import full_precision
 from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 
 _SMALL = 2.0**-20
@@ -448,12 +447,10 @@ class _ClippingTaps(Taps):
     def __init__(self, model: nn.Module, session: _BackpropSession) -> None:
         super().__init__(model, BOUNDS)
         self._session = session
-        self._scratch = Scratch()
         self._arrived: set[str] = set()
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
         self._arrived.clear()
-        self._scratch.reclaim()
         self.run_backward(losses, weights)
 
     def enter(self, unit: Unit, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor]:
@@ -468,8 +465,7 @@ class _ClippingTaps(Taps):
             )
         self._arrived.add(unit.name)
         delta, (z, *factors) = cast(Tensor, deltas[0]), inputs
-        with torch.no_grad(), full_precision(z), self.switched(False), using(self._scratch):
-            passed = self._session.take(unit.name, wide(z), factors[0] if factors else None, wide(delta))
+        passed = self._session.take(unit.name, wide(z), factors[0] if factors else None, wide(delta))
         return [passed.to(delta.dtype)]
 
 

@@ -34,8 +34,9 @@ from .. import native
 from ..errors import CheckpointError, ConfigError
 from ..gradients import Recorder
 from ..gradients.linear import Outer
-from ..gradients.per_record import Dense, PerRecord, row_squares, scratch
+from ..gradients.per_record import Dense, PerRecord, row_squares
 from ..gradients.recorder import _added
+from ..gradients.scratch import scratch
 from ..gradients.taps import Use
 from ..options import option
 from .base import Method, ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
