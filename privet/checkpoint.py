@@ -28,7 +28,7 @@ def save(run: Run, path: Path, stateful: Mapping[str, Any]) -> None:
         "terms": run.terms(),
         "steps_done": run.steps_done,
         "epoch_key": None if run._epoch_key is None else run._epoch_key.hex(),
-        "spent": [(mechanism.to_json(), count) for mechanism, count in run._ledger.spent(run=run.id)],
+        "spent": [(mechanism.to_json(), count) for mechanism, count in run.ledger.spent(run=run.id)],
         "session": run.session.state(),
         "model": run.model.state_dict(),
         "stateful": {name: thing.state_dict() for name, thing in stateful.items()},

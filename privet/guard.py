@@ -44,7 +44,7 @@ class OptimizerGuard:
         if self._protected().isdisjoint(map(id, held)):
             return
         run = self._run()
-        if run is not None and run._pending is not None and run._pending.open:
+        if run is not None and run.in_step:
             raise Refused(
                 "The optimizer was called while the step's sample was still coming in: p.grad is there only after the "
                 "inner loop `for batch in step:` has ended. Move optimizer.step() out of it, one level to the left."

@@ -147,7 +147,7 @@ class Run:
             relation=relation,
             public=public is not None,
         )
-        self._ledger, self._own_ledger = _open(ledger)
+        self.ledger, self._own_ledger = _open(ledger)
         with ExitStack() as undo:  # a run that cannot begin leaves the model and the ledger as they were
             undo.callback(self._close_ledger)
             self.session = method.open(model, setting)
@@ -155,7 +155,7 @@ class Run:
             self._entries = self._open_entries()
             self._read_ledger()
             undo.pop_all()
-        self._checking = check and method.records_must_be_independent
+        self.checks_independence = check and method.records_must_be_independent
         self._probe: Probe | None = None
         self._modes: list[bool] = []
         self._iterations = 0
@@ -178,9 +178,14 @@ class Run:
         """Whether the planned steps are done or the budget allows no further one."""
         return self.steps_done >= self.plan.steps or not self._affordable()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step's sample is still coming in, so that its private gradient is not there yet."""
+        return self._pending is not None and self._pending.open
+
     def guarantee(self, delta: float | None = None) -> Guarantee:
         """What this run has spent so far."""
-        return epsilon(self._ledger.spent(run=self.id), self.plan.delta if delta is None else delta)
+        return epsilon(self.ledger.spent(run=self.id), self.plan.delta if delta is None else delta)
 
     @property
     def epsilon(self) -> float:
@@ -210,14 +215,14 @@ class Run:
         self.id = run
         self.steps_done = steps_done
         self._epoch_key = epoch_key or self.sampling.epoch_key(self.source)
-        known = dict(self._ledger.spent(run=run))
+        known = dict(self.ledger.spent(run=run))
         for mechanism, count in spent:
             if (missing := count - known.get(mechanism, 0)) > 0:
-                entry = self._ledger.open_run(run, mechanism, unit=self.unit, note=self.method.name)
-                self._ledger.charge(entry, step=steps_done, units=missing)
+                entry = self.ledger.open_run(run, mechanism, unit=self.unit, note=self.method.name)
+                self.ledger.charge(entry, step=steps_done, units=missing)
         self._entries = self._open_entries()
         self._read_ledger()
-        self._repeats = self._ledger.last_step(run) > steps_done
+        self._repeats = self.ledger.last_step(run) > steps_done
         self._resumed = True
 
     def _read_ledger(self) -> None:
@@ -225,7 +230,7 @@ class Run:
 
         A query that is asked again after a crash is paid again, so that fewer steps fit than were planned.
         """
-        spent = dict(self._ledger.spent(run=self.id))
+        spent = dict(self.ledger.spent(run=self.id))
         self.units_spent = spent.pop(self.plan.mechanism, 0)
         self.queries_paid = sum(spent.values())
         self._limit, planned = self.plan.limit, dict(self.plan.before)
@@ -239,7 +244,7 @@ class Run:
         """Registers the run's mechanisms, that of its steps last, as the one that the ledger names the run by."""
         limit = None if self.budget.epsilon is None else (self.budget.epsilon, self.budget.delta)
         return {
-            mechanism: self._ledger.open_run(
+            mechanism: self.ledger.open_run(
                 self.id, mechanism, unit=self.unit, budget=limit, planned=self.plan.units, note=self.method.name
             )
             for mechanism in (*self._queries.cost, self.plan.mechanism)
@@ -253,12 +258,12 @@ class Run:
         self.session.close()
         self._optimizers.close()
         if self.finished:
-            self._ledger.finish_run(self.id)
+            self.ledger.finish_run(self.id)
         self._close_ledger()
 
     def _close_ledger(self) -> None:
         if self._own_ledger:
-            self._ledger.close()
+            self.ledger.close()
 
     def __enter__(self) -> Run:
         return self
@@ -294,10 +299,10 @@ class Run:
     def _record_query(self, noise: float) -> None:
         """Pays for a query. Called after its sums are bounded and before their noise is drawn."""
         mechanism, limit = self._queries.mechanisms[noise], self.budget.epsilon
-        spent = [*self._ledger.spent(run=self.id), (mechanism, 1)]
+        spent = [*self.ledger.spent(run=self.id), (mechanism, 1)]
         if limit is not None and epsilon(spent, self.budget.delta).epsilon > limit:
             raise BudgetExceeded("Asking all records again would exceed the budget of the run, so it was not done.")
-        self._ledger.charge(self._entries[mechanism], step=self.steps_done)
+        self.ledger.charge(self._entries[mechanism], step=self.steps_done)
         self._queries.take(noise)
         self._read_ledger()
 
@@ -347,7 +352,7 @@ class Run:
 
     def _warn_of_the_ledger(self) -> None:
         """Says at the start how many of the steps to come fit into what the data set's budget has left."""
-        budget, spent, mechanism = self._ledger.budget, self._ledger.spent(), self.plan.mechanism
+        budget, spent, mechanism = self.ledger.budget, self.ledger.spent(), self.plan.mechanism
         paid = self.sampling.units(self.steps_done, self.records)
         if budget is None or epsilon([*spent, (mechanism, self.plan.units - paid)], budget[1]).epsilon <= budget[0]:
             return
@@ -360,7 +365,7 @@ class Run:
                 fit,
                 wanted,
                 *budget,
-                self._ledger.path,
+                self.ledger.path,
             )
 
     def step_on(self, sample: Sample) -> Step:
@@ -433,7 +438,7 @@ class Run:
     def _new_probe(self) -> Probe | None:
         """A check on made-up records is due before the first step, and whenever a layer's mode has changed since."""
         modes = [module.training for module in self.model.modules()]
-        if not self._checking or modes == self._modes:
+        if not self.checks_independence or modes == self._modes:
             return None
         self._modes = modes
         self._probe = Probe(self.model, self.session, self._items, self._options["collate_fn"])
@@ -472,7 +477,7 @@ class Run:
             raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
         step, due = self.steps_done + 1, self._units_due()
         entry = self._entries[self.plan.mechanism]
-        self.units_spent += self._ledger.charge(entry, step=step, units=due, resumed=self._resumed)
+        self.units_spent += self.ledger.charge(entry, step=step, units=due, resumed=self._resumed)
         self._resumed = False
         self.steps_done += 1
         self._repeats = False

@@ -40,11 +40,11 @@ def statement(run: Run) -> dict[str, Any]:
         "steps": run.steps_done,
         "compositions": run.units_spent,
         "mechanism": run.plan.mechanism.to_json(),
-        "spent": [{"mechanism": m.to_json(), "count": count} for m, count in run._ledger.spent(run=run.id)],
+        "spent": [{"mechanism": m.to_json(), "count": count} for m, count in run.ledger.spent(run=run.id)],
         "queries": [{"noise_multiplier": m.noise_multiplier, "planned": n} for m, n in run.plan.before],
         "planned": {"steps": run.plan.steps, "epsilon": run.plan.epsilon},
-        "ledger": None if run._ledger.in_memory else run._ledger.path.name,
-        "independence_checked": run._checking if run.method.records_must_be_independent else "not needed",
+        "ledger": None if run.ledger.in_memory else run.ledger.path.name,
+        "independence_checked": run.checks_independence if run.method.records_must_be_independent else "not needed",
         "not_covered": _not_covered(run),
     }
 
@@ -78,6 +78,6 @@ def _not_covered(run: Run) -> list[str]:
         )
     if run.source.level == "seeded":
         gaps.append("Everything: the noise is reproducible from a seed, so whoever knows the seed can subtract it.")
-    if run.method.records_must_be_independent and not run._checking:
+    if run.method.records_must_be_independent and not run.checks_independence:
         gaps.append("That records do not depend on each other: the check on made-up records was switched off.")
     return gaps

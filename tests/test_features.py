@@ -451,7 +451,7 @@ def test_what_is_asked_again_after_a_crash_is_paid_again_and_ends_the_run_sooner
         assert run.queries_paid == 1
         run.query(lambda batch: [batch[0]], bounds=[1.0], noise=2.5)
         take_steps(run)
-        assert dict(run._ledger.spent(run=run.id))[asked] == 2
+        assert dict(run.ledger.spent(run=run.id))[asked] == 2
         assert run.steps_done < 40 and run.finished and 2.5 < run.epsilon <= 3.0
         run.save(tmp_path / "c.pt")
     with run_on(x, **options) as run:
