@@ -24,6 +24,8 @@ _TUNED: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "per-example/gn-lenet5": {3: (0.1, 3.0), 8: (0.1, 3.0)},
     "bc/mnist-cnn": {3: (0.1, 0.003), 8: (0.1, 0.003)},
     "bc/bn-lenet5": {3: (0.1, 0.003), 8: (0.1, 0.003)},
+    "bc-alc/mnist-cnn": {3: (0.1, 0.003), 8: (0.1, 0.003)},
+    "bc-alc/bn-lenet5": {3: (0.1, 0.003), 8: (0.1, 0.003)},
     "bc-sparsify/mnist-cnn": {3: (0.1, 0.003), 8: (0.1, 0.003)},
     "gbc-16/mnist-cnn": {3: (0.1, 0.03), 8: (0.1, 0.03)},
     "gbc-16/bn-lenet5": {3: (0.1, 0.03), 8: (0.1, 0.03)},
@@ -43,6 +45,11 @@ _GN_LENET5 = f"{__name__}:gn_lenet5"
 _COMPARED: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "per-example": ("per-example", {}, "DP-SGD"),
     "bc": ("batch", {"record_groups": 1}, "BC: the whole batch's mean is clipped"),
+    "bc-alc": (
+        "batch",
+        {"record_groups": 1, "groups": "layer", "thresholds": "alc"},
+        "BC with ALC, the paper's whole method: against `bc`, ALC against full-gradient clipping with σ/√L",
+    ),
     "bc-sparsify": ("batch", {"record_groups": 1, "sparsify": 50}, "BC, weights without a signal are frozen"),
     "gbc-16": ("batch", {"record_groups": 16}, "GBC, 16 groups in a batch"),
     "gbc-64": ("batch", {"record_groups": 64}, "GBC, 64 groups in a batch"),
