@@ -15,8 +15,6 @@ from torch import Tensor
 _EXACT = ("none", "ieee")
 _TF32, _BF16 = 2.0**-10, 2.0**-7
 """By how much a product of two numbers may be off, relative to itself: both are rounded, to 11 bits or to 8."""
-_HAS_SWITCHES = hasattr(torch.backends.mkldnn, "conv") and hasattr(torch.backends.mkldnn.conv, "fp32_precision")
-"""Before PyTorch 2.9 there was one setting for matrix products and one for convolutions on CUDA."""
 
 
 def _switches(device: str) -> list[Any]:
@@ -29,11 +27,8 @@ def _switches(device: str) -> list[Any]:
 
 def coarseness(device: str) -> float:
     """By how much a product of two float32 numbers may be off, relative to itself, beyond float32's own rounding."""
-    if _HAS_SWITCHES:
-        set_to = [switch.fp32_precision for switch in _switches(device)]
-        return max(0.0 if value in _EXACT else _TF32 if value == "tf32" else _BF16 for value in set_to)
-    products = {"highest": 0.0, "high": _TF32}.get(torch.get_float32_matmul_precision(), _BF16)
-    return max(products, _TF32 if device == "cuda" and torch.backends.cudnn.allow_tf32 else 0.0)
+    set_to = [switch.fp32_precision for switch in _switches(device)]
+    return max(0.0 if value in _EXACT else _TF32 if value == "tf32" else _BF16 for value in set_to)
 
 
 @contextmanager
@@ -42,7 +37,7 @@ def full_precision(like: Tensor) -> Iterator[None]:
     device = like.device.type
     with ExitStack() as undo:
         if coarseness(device):
-            undo.enter_context(_exact(device) if _HAS_SWITCHES else _exact_before_switches())
+            undo.enter_context(_exact(device))
         if torch.is_autocast_enabled(device):
             undo.enter_context(torch.autocast(device, enabled=False))
         yield
@@ -71,15 +66,3 @@ def _exact(device: str) -> Iterator[None]:
                 switch.fp32_precision = "none"  # that is, what a more general setting says
             if switch.fp32_precision != value:
                 switch.fp32_precision = value
-
-
-@contextmanager
-def _exact_before_switches() -> Iterator[None]:
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions

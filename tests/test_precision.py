@@ -11,11 +11,10 @@ from torch import nn
 
 from privet.nn.input_clip import InputClip, Window
 from privet.nn.lipschitz.norms import rounding
-from privet.precision import _HAS_SWITCHES, coarseness, full_precision
+from privet.precision import coarseness, full_precision
 
 LIKE = torch.zeros(1)
 MATMUL, CONV = torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv
-switches = pytest.mark.skipif(not _HAS_SWITCHES, reason="a PyTorch without settings for each backend")
 
 
 def settings() -> list[str]:
@@ -55,7 +54,6 @@ def test_the_setting_for_all_matrix_products(precision: str, lost: float) -> Non
     torch.set_float32_matmul_precision("highest")
 
 
-@switches
 @pytest.mark.parametrize(("value", "lost"), [("tf32", 2.0**-10), ("bf16", 2.0**-7)])
 @pytest.mark.parametrize("place", [MATMUL, CONV, torch.backends.mkldnn, torch.backends])
 def test_settings_of_backends(place: Any, value: str, lost: float) -> None:
@@ -72,14 +70,12 @@ def test_settings_of_backends(place: Any, value: str, lost: float) -> None:
     assert coarseness("cpu") == 0  # what followed a general setting follows it still
 
 
-@switches
 def test_convolutions_on_cuda_round_by_default() -> None:
     assert coarseness("cuda") == 2.0**-10
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     assert coarseness("cuda") == 0
 
 
-@switches
 @pytest.mark.parametrize("allowed", ["none", "bf16"])
 def test_longest_patches_are_found_in_float64_where_convolutions_round(
     allowed: str, monkeypatch: pytest.MonkeyPatch
