@@ -18,7 +18,7 @@ from .accounting import Mechanism, Relation
 from .errors import ConfigError, Refused
 from .methods import Query, Sensitivity
 from .noise import Source
-from .probe import with_random_numbers
+from .probe import made_up
 from .sampling import Sample
 from .step import Rules, noise_stds
 
@@ -62,15 +62,20 @@ def refuse_mixed(vectors: Vectors, items: Sequence[Any], collate: Callable[[list
     """Rule 6, on records made up after these: a record's vectors are the same, whoever else is in its batch."""
     if not items:
         return
-    made_up = [with_random_numbers(items[i % len(items)], i) for i in range(3)]
-    together, alone = (vectors(collate(some)) for some in (made_up, made_up[:1]))
-    for part, own in zip(together, alone, strict=True):
-        if part.shape[1:] != own.shape[1:] or not torch.allclose(
-            part[0].double(), own[0].double(), rtol=1e-3, atol=1e-6, equal_nan=True
-        ):
-            raise Refused(
-                "The vector of one record changes with the others in its batch: compute each from its record alone."
-            )
+    records = [made_up(items, slot) for slot in range(3)]
+    for batch in (records, [*records[:2], made_up(items, 3, wild=True)]):
+        together = vectors(collate(batch))
+        for i, record in enumerate(records[:2] if batch is not records else records):
+            for part, own in zip(together, vectors(collate([record])), strict=True):
+                if len(part) != len(batch) or len(own) != 1 or not _close(part[i], own[0]):
+                    raise Refused(
+                        "The vector of one record changes with the others in its batch: compute each from its record "
+                        "alone."
+                    )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def record_shares(records: int, users: Sequence[Sample] | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from .probe import Probe
 from .query import PlannedQueries, Vectors, bounded_sums, check_bounds, record_shares, refuse_mixed, release_sums
 from .records import length, options_for_loader, records_by_user, refuse_overlap
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
+from .state import Buffers, Parameters
 from .statement import statement
 from .step import PostProcess, Rules, Step, noise_stds
 
@@ -137,7 +139,7 @@ class Run:
             allocation=method.allocation,
             post=tuple(post),
         )
-        self._items = [dataset[i] for i in range(min(4, length(dataset)))] if check else []
+        self._items = _spread(dataset) if check else []
         self.public = public
         if public is not None:
             refuse_overlap(dataset, public)
@@ -159,7 +161,8 @@ class Run:
         self._probe: Probe | None = None
         self._modes: list[bool] = []
         self._iterations = 0
-        self._buffers: dict[str, tuple[int, int]] = self._buffer_versions()
+        self._held: tuple[Buffers, Parameters] | None = None
+        self._process = os.getpid()
         self._optimizers = OptimizerGuard(model, weakref.ref(self))
         weakref.finalize(self, self._optimizers.close)
         self._closed = False
@@ -193,11 +196,20 @@ class Run:
 
     def save(self, path: str | Path, **stateful: Any) -> None:
         """Writes a checkpoint of the model, the run and everything given that has a `state_dict` (no pickle)."""
+        self._refuse_in_step("saved")
         checkpoint.save(self, Path(path), stateful)
 
     def load(self, path: str | Path, **stateful: Any) -> None:
         """Continues from a checkpoint: with fresh noise, paying for steps that are done again."""
+        self._refuse_in_step("loaded")
         checkpoint.load(self, Path(path), stateful)
+
+    def _refuse_in_step(self, done: str) -> None:
+        if self.in_step:
+            raise Refused(
+                f"A checkpoint cannot be {done} inside of `for batch in step:`, where the model may be in the middle "
+                "of something private. Move it out of that loop, one level to the left."
+            )
 
     def terms(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be continued: all that its payments rest on."""
@@ -212,6 +224,7 @@ class Run:
     def _continue(self, run: str, steps_done: int, epoch_key: bytes | None, spent: Spent) -> None:
         """Goes on as an earlier run. The ledger is the truth; where it knows less than the checkpoint, it is told."""
         self._pending = None
+        self._iterations += 1  # a loop that is going on has drawn its samples for where it was
         self.id = run
         self.steps_done = steps_done
         self._epoch_key = epoch_key or self.sampling.epoch_key(self.source)
@@ -339,7 +352,10 @@ class Run:
         this = self._iterations
         for _ in range(count):
             if this != self._iterations:
-                raise Refused("This loop over run.loader was overtaken by a newer one: use one at a time.")
+                raise Refused(
+                    "This loop over run.loader was overtaken by a newer one, or by run.load: begin a new one, and use "
+                    "one at a time."
+                )
             if not self._affordable():
                 log.warning("The budget is spent after %d steps: training ends here.", self.steps_done)
                 return
@@ -386,7 +402,7 @@ class Run:
             self._public_batches() if place == 0 and self.public is not None and self.session.wants_public() else None
         )
         self._pending = Step(
-            self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe(), public
+            self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe, public
         )
         return self._pending
 
@@ -413,15 +429,33 @@ class Run:
             self.session.learned()
 
     def _chunks(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Iterator[tuple[Any, Chunk]]:
-        """The chunks of the next sample, with a note of what the model's buffers were before it."""
-        self._buffers = self._buffer_versions()
+        """The chunks of the next sample, with a note of what the model was before it."""
+        if self.method.records_must_be_independent:  # others see to it themselves
+            self._held = Buffers(self.model), Parameters(self.model)
         for sample in islice(drawn, 1):
             yield from sample
 
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        if not self.method.records_must_be_independent:
-            return {}  # the method sees to them itself
-        return {name: (id(buffer), buffer._version) for name, buffer in self.model.named_buffers()}
+    def _refuse_changes(self) -> None:
+        """Refuses to release what comes of a forward pass that left something of private records in the model."""
+        if self._held is not None:
+            (buffers, parameters), self._held = self._held, None
+            if changed := buffers.restore():
+                raise Refused(
+                    f"Buffer '{changed[0]}' was changed by a forward pass over private records, so it carries "
+                    "statistics of them. It was put back, and nothing was released. Freeze that layer: .eval()."
+                )
+            if changed := parameters.changed():
+                raise Refused(
+                    f"Parameter '{changed[0]}' was changed in the middle of a private step, by other means than its "
+                    "gradient. Nothing was released, but that parameter may carry private records now: take the "
+                    "model from before."
+                )
+        if self.checks_independence and self._modes != self._modes_now():
+            raise Refused(
+                "A layer was switched between training and evaluation in the middle of a step, after it was checked "
+                "that records do not depend on each other. Nothing was released. Call .train() and .eval() between "
+                "steps."
+            )
 
     def _load(self, samples: Iterable[Sample]) -> Iterator[Iterator[tuple[Any, Chunk]]]:
         """The chunks of each sample, through the user's own collate function and workers. Starts when first asked."""
@@ -437,12 +471,15 @@ class Run:
 
     def _new_probe(self) -> Probe | None:
         """A check on made-up records is due before the first step, and whenever a layer's mode has changed since."""
-        modes = [module.training for module in self.model.modules()]
+        modes = self._modes_now()
         if not self.checks_independence or modes == self._modes:
             return None
         self._modes = modes
         self._probe = Probe(self.model, self.session, self._items, self._options["collate_fn"])
         return self._probe
+
+    def _modes_now(self) -> list[bool]:
+        return [module.training for module in self.model.modules()]
 
     def _end_probe(self) -> None:
         """After made-up records went through the model it is known how much memory one of them takes."""
@@ -467,11 +504,11 @@ class Run:
 
     def _record(self) -> None:
         """Pays for the next step. Called after the sums are bounded and before their noise is drawn."""
-        changed = [name for name, version in self._buffer_versions().items() if self._buffers.get(name) != version]
-        if changed:
+        self._refuse_changes()
+        if os.getpid() != self._process:
             raise Refused(
-                f"Buffer '{changed[0]}' was changed by a forward pass over private records, so it carries statistics "
-                "of them. Nothing was released. Take the model's buffers from before, and freeze that layer: .eval()."
+                "This run was made in another process, and both would go on with the same samples while one of them "
+                "is paid for. Make the Run in the process that trains, or save a checkpoint and load it there."
             )
         if not self._affordable():
             raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
@@ -514,6 +551,12 @@ class Loader:
 
     def __len__(self) -> int:
         return self._run.sampling.steps_per_epoch(self._run.records)
+
+
+def _spread(dataset: Dataset[Any]) -> list[Any]:
+    """A few items from all over the data set, which may be sorted, or alternate."""
+    last = length(dataset) - 1
+    return [dataset[i] for i in dict.fromkeys((0, last // 2, last, min(1, last)))]
 
 
 def _open(ledger: Ledger | str | Path | None) -> tuple[Ledger, bool]:

@@ -67,7 +67,7 @@ class Step:
         source: Source,
         rules: Rules,
         record: Callable[[], None],
-        probe: Probe | None = None,
+        probe: Callable[[], Probe | None] = lambda: None,
         public: Iterable[tuple[Any, int]] | None = None,
     ) -> None:
         self._chunks, self._session, self._source = chunks, session, source
@@ -82,9 +82,9 @@ class Step:
         if self._begun:
             raise Refused("A step is gone through once: what it released, or left undone, cannot be done again.")
         self._begun = True
-        if self._probe is not None:
-            for batch, size in self._probe.batches():
-                yield from self._ask(batch, size, self._probe.take, self._session.listening)
+        if (probe := self._probe()) is not None:  # as the model is now
+            for batch, size in probe.batches():
+                yield from self._ask(batch, size, probe.take, self._session.listening)
         if self._public is not None:
             for batch, size in self._public:
                 yield from self._ask(batch, size, self._session.learn, self._session.learning)

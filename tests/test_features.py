@@ -333,8 +333,11 @@ def test_a_record_that_is_not_finite_in_one_part_adds_nothing_to_any(monkeypatch
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     with run_on(x) as run:
         monkeypatch.setattr(run.source, "add_noise", lambda total, std: total)
-        second = torch.tensor([[math.nan, 0.0], [5.0, 6.0]])
-        (one, _), (other, _) = run.query(lambda batch: [batch[0], second], bounds=[9.0, 9.0], noise=8.0)
+
+        def vectors(batch: Any) -> list[torch.Tensor]:
+            return [batch[0], torch.where(batch[0][:, :1] == 1, math.nan, batch[0] + 2)]
+
+        (one, _), (other, _) = run.query(vectors, bounds=[9.0, 9.0], noise=8.0)
     assert one.tolist() == [3.0, 4.0] and other.tolist() == [5.0, 6.0]
 
 
@@ -479,9 +482,8 @@ def test_queries_that_cannot_be_are_refused_in_a_sentence() -> None:
         with pytest.raises(Refused, match="changes with the others in its batch"):
             run.query(lambda batch: [batch[0] - batch[0].mean(0)], bounds=[1.0], noise=8.0)
         run._physical = 20
-        sizes = iter([4, 4, 4, 4, 1])  # on made-up records, then on 20, 20 and 10
-        with pytest.raises(Refused, match="change their size"):
-            run.query(lambda batch: [batch[0][:, : next(sizes)]], bounds=[1.0], noise=8.0)
+        with pytest.raises(Refused, match="change their size"):  # on 20, 20 and 10 records
+            run.query(lambda batch: [batch[0][:, : 1 if len(batch[0]) == 10 else 4]], bounds=[1.0], noise=8.0)
         with pytest.raises(ConfigError, match="bounds must be positive"):
             run.query(lambda batch: [batch[0]], bounds=[0.0], noise=8.0)
         with pytest.raises(Refused, match="No further query"):

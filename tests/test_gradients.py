@@ -690,7 +690,7 @@ def test_records_on_the_second_axis_are_refused_even_if_both_have_one_length(kin
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_an_embedding_that_couples_records_is_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match=f"Embedding '0' has {next(iter(option))}"):
+    with pytest.raises(Refused, match=rf"'0' \(Embedding\) has {next(iter(option))}"):
         Recorder(nn.Sequential(nn.Embedding(3, 2, **option)))
 
 

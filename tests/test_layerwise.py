@@ -19,10 +19,11 @@ from torch.utils.data import TensorDataset
 from privet import Budget, PerExample, Poisson, Run
 from privet.audit import MethodSubject, audit, randomness, sensitivity
 from privet.audit.replay import check_replay
-from privet.methods.batch import Batch, _Buffers, _LocalSteps
+from privet.methods.batch import Batch, _LocalSteps
 from privet.methods.layerwise import Layerwise
 from privet.methods.per_example import _PerExampleSession
 from privet.methods.thresholds import part_norms
+from privet.state import Buffers
 
 C, BATCH = 0.4, 10
 LAYERS = {"0": ["0.weight", "0.bias"], "2": ["2.weight", "2.bias"], "3": ["3.weight", "3.bias"]}
@@ -273,7 +274,7 @@ def learn_from_everybody(patch: pytest.MonkeyPatch) -> None:
     ("chosen", "build", "fault", "differs"),
     [
         (Layerwise(clip=C, thresholds="alc"), network, learn_from_everybody, "noise in step"),
-        (Batch(clip=0.05), normalised, lambda p: p.setattr(_Buffers, "restore", lambda self: []), "running_mean"),
+        (Batch(clip=0.05), normalised, lambda p: p.setattr(Buffers, "restore", lambda self: []), "running_mean"),
         (
             Batch(clip=0.05, local_steps=2),
             network,

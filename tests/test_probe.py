@@ -200,7 +200,7 @@ def test_the_check_leaves_no_trace() -> None:
             seen.append(private)
             assert private or run.steps_done == 0
             step.backward(entropy(model, x, y) * (1 if private else 1e3))
-    assert seen.count(False) == 5 and seen[5:] and all(seen[5:])
+    assert seen.count(False) == 14 and seen[14:] and all(seen[14:])
     assert sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5 <= 4
     run.close()
 

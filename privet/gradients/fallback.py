@@ -41,13 +41,51 @@ class Call:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
-    def is_random(self, layer: nn.Module, tensors: Sequence[Tensor]) -> bool:
-        """Whether two runs of the layer on the same arguments differ."""
-        args, kwargs = self.arguments(
-            [x.movedim(0, axis) for x, axis in zip(tensors, record_axes(layer), strict=False)]
-        )
-        first, second = (float_outputs(layer.forward(*args, **kwargs)) for _ in range(2))
-        return not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    def refuse_strange(self, described: str, layer: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """Refuses a layer that cannot be run again on each record by itself, by its outputs for these (records first).
+
+        It must give the same output again, and give for one record what it gives for it among others.
+        """
+        together = self._outputs(layer, tensors)
+        if not all(torch.equal(a, b) for a, b in zip(together, self._outputs(layer, tensors), strict=True)):
+            raise Refused(
+                f"Layer {described} gives another output each time it is run (dropout inside?), and Privet has no "
+                "rule of its own for it, so it would have to run it again. Set its dropout to zero and put an "
+                "nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
+            )
+        for i in range(len(tensors[0]) if tensors else 0):
+            try:
+                alone = self._outputs(layer, [x[i : i + 1] for x in tensors])
+            except Exception as error:
+                raise Refused(
+                    f"Layer {described} has no rule of its own, so Privet runs it again on one record at a time, and "
+                    f"that fails: {error}"
+                ) from error
+            if not all(_close(a[i : i + 1], b) for a, b in zip(together, alone, strict=True)):
+                raise Refused(
+                    f"Layer {described} has no rule of its own, so Privet runs it again on one record at a time, and "
+                    "it then gives something else than for that record in a batch. Each record's output must come from "
+                    "its own tensors: arguments that are lists with an entry for each record, or numbers that belong "
+                    "to the batch, must become tensors with the records first."
+                )
+
+    def _outputs(self, layer: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """With the records first, of tensors with the records first."""
+        placed = [_as_weights(x, layer).movedim(0, axis) for x, axis in zip(tensors, record_axes(layer), strict=False)]
+        args, kwargs = self.arguments(placed)
+        found = float_outputs(layer.forward(*args, **kwargs))
+        return [o.movedim(axis, 0) for o, axis in zip(found, record_axes(layer), strict=False) if o.dim() > axis]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5 + 1e-3 * float(a.abs().mean()))
+
+
+def _as_weights(x: Tensor, layer: nn.Module) -> Tensor:
+    """What came in under autocast, in the precision of the weights, as the layer is run again without."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return x
+    return x.to(next((p.dtype for p in layer.parameters() if p.is_floating_point()), x.dtype))
 
 
 def record_axes(layer: nn.Module) -> Iterator[int]:
@@ -87,7 +125,7 @@ def fallback(
         (gradient,) = pull(tuple(d.to(o.dtype) for d, o in zip(upstream, outputs, strict=True)))
         return {name: wide(g) for name, g in gradient.items()}
 
-    records = list(inputs)
+    records = [_as_weights(x, layer) for x in inputs]
     with _without_mkldnn() if isinstance(layer, nn.RNNBase) else nullcontext():
         try:
             found = vmap(one)(records, used)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +25,9 @@ from ..errors import Refused
 from ..precision import full_precision
 from .fallback import Call, carries_gradient, float_outputs, record_axes
 from .scratch import Scratch, using
+
+_STEEP = 2.0**14
+"""By how much the losses of made-up records are multiplied: a hook that limits gradients over the batch must show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +49,12 @@ def find_units(model: nn.Module, known: Container[type[nn.Module]]) -> list[Unit
     units: list[Unit] = []
     covered: set[str] = set()
     for name, layer in model.named_modules():
+        _refuse_options_over_tokens(name, layer)
+    for name, layer in model.named_modules():
         if any(name.startswith(f"{outer}.") if outer else bool(name) for outer in covered):
             continue
         own = dict(layer.named_parameters(recurse=False))
-        _refuse_unsafe_options(name, layer)
+        _refuse_records_second(name, layer)
         if type(layer) in known and own:
             units.append(Unit(name, layer, own))
         elif own or parametrize.is_parametrized(layer):
@@ -57,17 +63,20 @@ def find_units(model: nn.Module, known: Container[type[nn.Module]]) -> list[Unit
     return units
 
 
-def _refuse_unsafe_options(name: str, layer: nn.Module) -> None:
+def _refuse_records_second(name: str, layer: nn.Module) -> None:
     if getattr(layer, "batch_first", True) is False:
         raise Refused(
             f"Layer '{name}' ({type(layer).__name__}) has batch_first=False: records must come first in every layer "
             "with parameters. Build it with batch_first=True."
         )
-    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+
+
+def _refuse_options_over_tokens(name: str, layer: nn.Module) -> None:
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         option = "scale_grad_by_freq" if layer.scale_grad_by_freq else "max_norm"
         raise Refused(
-            f"Embedding '{name}' has {option} set, which reads which tokens are in the batch and so lets one record's "
-            f"gradient depend on the others. Build it without {option}."
+            f"Layer '{name}' ({type(layer).__name__}) has {option} set, which reads which tokens are in the batch and "
+            f"so lets one record's gradient depend on the others. Build it without {option}."
         )
 
 
@@ -121,9 +130,13 @@ class Taps(ABC):
         self.names = {id(p): name for name, p in self.parameters.items()}
         self._on = False
         self._anchor = torch.zeros((), requires_grad=True)
+        self._together: Iterator[Tensor] = iter(())
+        """The same, to be met again when all records are."""
         self._records: int | None = None
         """How many losses are being differentiated; None outside of `backward`."""
         self._probed: int | None = None
+        self._alone: list[Tensor] | None = None
+        """While a record is probed: its gradients at the layers so far, by the order in which they arrive."""
         self.bytes_seen = 0
         """Bytes that passed through tapped layers since it was last set to zero."""
         self._scratch = Scratch()
@@ -180,12 +193,12 @@ class Taps(ABC):
         """Refuses a model whose parameters are not those that were hooked."""
         refuse_changes(self.model, self.parameters)
 
-    def run_backward(self, losses: Tensor, weights: Tensor) -> None:
-        """One backward pass from Σ weights·losses, during which `take` is called."""
+    def run_backward(self, losses: Tensor, weights: Tensor, *, again: bool = False) -> None:
+        """One backward pass from Σ weights·losses, during which `take` is called; with `again`, not the last one."""
         self._records = losses.shape[0]
         self._scratch.reclaim()
         try:
-            torch.autograd.backward(losses, weights)
+            torch.autograd.backward(losses, weights, retain_graph=again)
         finally:
             self._records = None
         self._refuse_strays()
@@ -195,15 +208,19 @@ class Taps(ABC):
 
         For made-up records only. Also refuses layers without a rule that are not functions of their arguments.
         """
-        self._probed = record
+        self._probed, self._alone = record, []
+        everyone = torch.full_like(losses, _STEEP if losses.dtype in (torch.float32, torch.float64) else 1)
         only = torch.zeros_like(losses)
-        only[record] = 1
+        only[record] = everyone[record]
         try:
-            self.run_backward(losses, only)
+            self.run_backward(losses, only, again=True)
+            alone, self._alone = self._alone, None
+            self._together = iter(alone)
+            self.run_backward(losses, everyone)
         except _Coupled as coupled:
             return str(coupled)
         finally:
-            self._probed = None
+            self._probed = self._alone = None
         return None
 
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
@@ -283,15 +300,20 @@ class Taps(ABC):
     def _examine(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         described = use.unit.described
         for delta in (d for d in deltas if d is not None):
+            row = delta[self._probed]
+            if self._alone is None:
+                alone = next(self._together, row)
+                if not torch.allclose(
+                    alone, row, rtol=1e-3, atol=1e-3 * float(alone.abs().amax()) if alone.numel() else 0
+                ):
+                    raise _Coupled(described)
+                continue
+            self._alone.append(row.clone())
             others = torch.arange(len(delta), device=delta.device) != self._probed
             if bool((delta[others] != 0).any()):
                 raise _Coupled(described)
-        if use.call is not None and use.call.is_random(use.unit.layer, inputs):
-            raise Refused(
-                f"Layer {described} gives another output each time it is run (dropout inside?), and Privet has no "
-                "rule of its own for it, so it would have to run it again. Set its dropout to zero and put an "
-                "nn.Dropout after it, or register a rule for it (see CONTRIBUTING)."
-            )
+        if use.call is not None and self._alone is not None and not isinstance(use.unit.layer, _NormBase):
+            use.call.refuse_strange(described, use.unit.layer, inputs)
 
     def _refuse_strays(self) -> None:
         strays = [name for name, p in self.parameters.items() if p.grad is not None]

@@ -26,6 +26,7 @@ from ..gradients.taps import refuse_changes
 from ..noise import Source
 from ..options import option
 from ..sampling import Sample
+from ..state import Buffers
 from .base import ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 from .per_example import PerExample
 from .thresholds import Clipping, Thresholds, part_norms
@@ -159,7 +160,7 @@ class _BatchSession(Session):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Rule 8: what a private pass did to the buffers is undone; where it is not BatchNorm's, it is refused."""
-        buffers = _Buffers(self.model)
+        buffers = Buffers(self.model)
         before, self._listening = self._listening, True
         try:
             yield
@@ -438,36 +439,6 @@ class _Frozen:
         self._values, self._masks = placed("values"), placed("masks")
         self._gradients, self._weights = placed("gradients"), placed("weights")
         self._variances, self._steps = dict(state.get("variances", {})), int(state.get("steps", 0))
-
-
-class _Buffers:
-    """What the buffers of a model are now, bit by bit, to be restored later."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = {name: (layer, dict(layer._buffers)) for name, layer in model.named_modules()}
-        buffers = [b for _, held in self._layers.values() for b in held.values() if b is not None]
-        self._values = {id(b): b.detach().clone() for b in buffers}
-
-    @torch.no_grad()
-    def restore(self) -> list[str]:
-        """Puts back what was changed, exchanged, added or taken away, and gives the names."""
-        changed: list[str] = []
-        for path, (layer, held) in self._layers.items():
-            for name in {**held, **layer._buffers}:
-                buffer = held.get(name)
-                same = layer._buffers.get(name) is buffer
-                if buffer is not None and not torch.equal(_bits(buffer), _bits(self._values[id(buffer)])):
-                    buffer.copy_(self._values[id(buffer)])
-                    same = False
-                if not same:
-                    changed.append(f"{path}.{name}" if path else name)
-            layer._buffers.clear()
-            layer._buffers.update(held)
-        return changed
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _refuse_unsafe_layers(model: nn.Module, public: bool) -> None:

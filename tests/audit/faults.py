@@ -346,7 +346,7 @@ def realised_divisor(patch: Patch) -> None:
 def leaking_batch_norm(patch: Patch) -> None:
     """BatchNorm keeps running statistics of private records, and nobody refuses it or puts them back."""
     patch.setattr("privet.methods.batch._refuse_unsafe_layers", lambda model, public: None)
-    patch.setattr("privet.methods.batch._Buffers.restore", lambda self: [])
+    patch.setattr("privet.state.Buffers.restore", lambda self: [])
     tracking = partial(nn.BatchNorm1d, track_running_stats=True)
     patch.setitem(
         SETTINGS,

@@ -1,0 +1,63 @@
+"""What a model keeps besides its training: a forward pass over private records must leave all of it alone (rule 8)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Buffers:
+    """What the buffers of a model are now, bit by bit, to be restored later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {name: (layer, dict(layer._buffers)) for name, layer in model.named_modules()}
+        buffers = [b for _, held in self._layers.values() for b in held.values() if b is not None]
+        self._values = {id(b): b.detach().clone() for b in buffers}
+
+    @torch.no_grad()
+    def restore(self) -> list[str]:
+        """Puts back what was changed, exchanged, added or taken away, and gives the names."""
+        changed: list[str] = []
+        for path, (layer, held) in self._layers.items():
+            for name in {**held, **layer._buffers}:
+                buffer = held.get(name)
+                same = layer._buffers.get(name) is buffer
+                if buffer is not None and not torch.equal(_bits(buffer), _bits(self._values[id(buffer)])):
+                    buffer.copy_(self._values[id(buffer)])
+                    same = False
+                if not same:
+                    changed.append(f"{path}.{name}" if path else name)
+            layer._buffers.clear()
+            layer._buffers.update(held)
+        return changed
+
+
+class Parameters:
+    """Which tensors the parameters of a model are now, and which of their versions.
+
+    Autograd counts a version for each change in place, but for one that goes around it (`p.data.copy_(…)`). With
+    `sums`, those are seen too, for a pass over all of them.
+    """
+
+    def __init__(self, model: nn.Module, *, sums: bool = False) -> None:
+        self._model = model
+        self._held = {name: (p, p._version, _sum_of_bits(p) if sums else 0) for name, p in model.named_parameters()}
+        self._sums = sums
+
+    def changed(self) -> list[str]:
+        """The names of those that were changed, exchanged, added or taken away since."""
+        now, gone = dict(self._model.named_parameters()), (None, 0, 0)
+        return [name for name in {**self._held, **now} if not self._same(now.get(name), *self._held.get(name, gone))]
+
+    def _same(self, now: Tensor | None, before: Tensor | None, version: int, total: int) -> bool:
+        if now is None or now is not before or now._version != version:
+            return False
+        return not self._sums or _sum_of_bits(now) == total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    return int(_bits(tensor).sum(dtype=torch.int64))
