@@ -108,14 +108,17 @@ class Probe:
 
     def _leave_out_at_random(self, together: Tensor) -> Iterator[tuple[Any, int]]:
         """By the mean over seeds: an equal seed does not give equal numbers to a batch of another size."""
-        some = _SLOTS[:-1]
-        found: list[Tensor] = []
-        for seed in (*_SEEDS, *_MORE_SEEDS):
-            fewer = yield from self._ask(self._made_up(some), seed)
-            found.append(fewer.detach())
-        a, b = together[:, : len(some)].double(), torch.stack(found).double()
-        errors = ((a.var(0) + b.var(0)) / len(a)).sqrt()
-        self._refuse_by_size(bool(((a.mean(0) - b.mean(0)).abs() <= _STRAY * errors + 1e-3 * a.mean(0).abs()).all()))
+        found: dict[int, list[Tensor]] = {slot: [] for slot in _SLOTS}
+        for number, seed in enumerate((*_SEEDS, *_MORE_SEEDS)):
+            others = [i for i in _SLOTS if i != number % len(_SLOTS)]
+            fewer = yield from self._ask(self._made_up(others), seed)
+            for slot, loss in zip(others, fewer.detach(), strict=True):
+                found[slot].append(loss)
+        for slot, losses in found.items():
+            a, b = together[:, slot].double(), torch.stack(losses).double()
+            error = float((a.var() / len(a) + b.var() / len(b)).sqrt())
+            moved = abs(float(a.mean() - b.mean()))
+            self._refuse_by_size(moved <= _STRAY * error + 1e-3 * abs(float(a.mean())) + 1e-6)
 
     def _ask(
         self, batch: Any, seed: int, *, finite: Sequence[int] | None = None, wild: bool = False

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..accounting import Relation
 from ..errors import ConfigError, Refused
@@ -231,6 +232,14 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise Refused("The model has no parameter that requires a gradient, so there is nothing to train.")
+    for name, p in found.items():
+        if isinstance(p, UninitializedParameter):
+            raise Refused(
+                f"Parameter '{name}' does not know its size yet (nn.Lazy…). Run a batch of the right shape through the "
+                "model first, of zeros for example, then make the Run."
+            )
+        if not p.is_floating_point():
+            raise Refused(f"Parameter '{name}' has {p.dtype} numbers; only real ones can be trained privately.")
     return found
 
 

@@ -91,11 +91,14 @@ class Ternary(Method):
         positive("clip", self.clip)
         positive("adaptive_rate", self.adaptive_rate)
         taus = list(self.tau.values()) if isinstance(self.tau, Mapping) else [self.tau]
+        if not taus:
+            raise ConfigError("tau is an empty table: give at least one pattern, for example '*'.")
         for tau in taus:
-            if not 0 <= tau < math.inf:
-                raise ConfigError(f"tau must be a number of at least 0, and is {tau!r}.")
-        if self.adaptive and (not taus or min(taus) == 0):
-            raise ConfigError("An adaptive tau changes by factors, so it cannot start from 0: give a positive tau.")
+            if not 0 < tau < math.inf:
+                raise ConfigError(
+                    f"tau must be a positive number, and is {tau!r}. (At 0, rounding would decide about entries that "
+                    "are zero, and one record's presence can change how others are rounded.)"
+                )
         if not 0 < self.density < 1:
             raise ConfigError(f"density must lie between 0 and 1, and is {self.density!r}.")
         groups = self.record_groups
@@ -301,7 +304,11 @@ class _RecordSession(Session):
         finite = torch.isfinite(losses.detach())
         with self.recorder.at_work(losses):
             for block, gradients in self.recorder.blocks(len(losses)):
-                signs = {name: _Signs.of(gradient, self.levels.tau(name)) for name, gradient in gradients.items()}
+                signs = {
+                    name: _Signs.of(gradient, self.levels.tau(name))
+                    for name, gradient in gradients.items()
+                    if name in self.group.views  # others were thawed in the middle of the step
+                }
                 if signs:
                     self._add(signs, ~finite[block])
 
