@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import privet
-from privet import Budget, CheckpointError, Ledger, Partition, PerExample, Poisson, PrivetError, Run
+from privet import Budget, CheckpointError, Ledger, Partition, PerExample, Poisson, PrivetError, Refused, Run
 
 DELTA = 1e-5
 OPEN: list[Run] = []
@@ -261,6 +262,45 @@ def test_a_step_that_was_left_can_be_followed_by_a_restore(tmp_path: Path) -> No
 
 
 # What cannot be restored
+
+
+def test_nothing_is_saved_or_loaded_inside_of_a_step(tmp_path: Path) -> None:
+    """There the model may hold local steps, or statistics of private records."""
+    training, path = Training(), tmp_path / "run.pt"
+    training.go(1)
+    training.save(path)
+    step = next(iter(training.run.loader))
+    for x, i in step:
+        with pytest.raises(Refused, match="cannot be saved inside"):
+            training.save(tmp_path / "inside.pt")
+        with pytest.raises(Refused, match="cannot be loaded inside"):
+            training.load(path)
+        step.backward(F.cross_entropy(training.model(x), i % 3, reduction="none"))
+    assert not (tmp_path / "inside.pt").exists() and training.run.steps_done == 2
+
+
+def test_a_loop_that_was_going_on_ends_with_a_load(tmp_path: Path) -> None:
+    """Its samples were drawn for another place in another epoch: some would be met again, unpaid."""
+    options: dict[str, Any] = {"sampling": Partition(batch=8), "budget": Budget(noise=2.0, epochs=3, delta=DELTA)}
+    first, second = Training(**options), Training(**options)
+    first.go(2)
+    first.save(tmp_path / "run.pt")
+    with pytest.raises(Refused, match=r"overtaken.*run\.load"):
+        for step in second.run.loader:
+            for x, i in step:
+                step.backward(F.cross_entropy(second.model(x), i % 3, reduction="none"))
+            if second.run.steps_done == 1:
+                second.run.steps_done = 0  # as if nothing had been taken, which a load asks for
+                second.load(tmp_path / "run.pt")
+
+
+def test_a_forked_copy_of_a_run_releases_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(sampling=Partition(batch=8), budget=Budget(noise=2.0, epochs=3, delta=DELTA))
+    training.go(2)
+    with monkeypatch.context() as forked, pytest.raises(Refused, match="made in another process"):
+        forked.setattr(os, "getpid", lambda: -1)
+        training.go(1)
+    assert training.run.steps_done == len(training.released) == 2
 
 
 @pytest.mark.parametrize(

@@ -482,6 +482,14 @@ def test_queries_that_cannot_be_are_refused_in_a_sentence() -> None:
         with pytest.raises(Refused, match="changes with the others in its batch"):
             run.query(lambda batch: [batch[0] - batch[0].mean(0)], bounds=[1.0], noise=8.0)
         run._physical = 20
+        for mixed in (
+            lambda x: x - x[:1],
+            lambda x: x / x.abs().max().clamp(min=1),
+            lambda x: x.cumsum(0),
+            lambda x: x[:1],
+        ):
+            with pytest.raises(Refused, match="changes with the others in its batch"):
+                run.query(lambda batch, mixed=mixed: [mixed(batch[0])], bounds=[1.0], noise=8.0)  # type: ignore[misc]
         with pytest.raises(Refused, match="change their size"):  # on 20, 20 and 10 records
             run.query(lambda batch: [batch[0][:, : 1 if len(batch[0]) == 10 else 4]], bounds=[1.0], noise=8.0)
         with pytest.raises(ConfigError, match="bounds must be positive"):

@@ -619,6 +619,24 @@ def test_dropped_tokens() -> None:
 # What is refused or guarded
 
 
+@pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_options_over_the_tokens_of_a_batch_are_refused_wherever_the_layer_is(kind: Any, option: str) -> None:
+    """They change rows of the weight, without noise, or weigh records by others: also inside of another layer."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.table = nn.Parameter(torch.ones(3)), kind(7, 3, **{option: 1})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x) * self.scale
+
+    for model in (nn.Sequential(kind(7, 3, **{option: 1})), Outer()):
+        with pytest.raises(Refused, match=rf"\({kind.__name__}\) has {option}"):
+            Recorder(model)
+
+
 def test_a_layer_input_that_is_changed_in_place_is_an_error() -> None:
     model = nn.Linear(3, 3)
 

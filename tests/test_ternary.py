@@ -415,3 +415,21 @@ def test_what_does_not_fit_the_model_or_the_run_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             method("ternary", **options).open(network(), SETTING)
+
+
+def test_a_layer_that_is_thawed_in_the_middle_of_a_step_waits_for_the_next() -> None:
+    model, dataset = line(4), TensorDataset(torch.rand(12, 4))
+    model.add_module("more", nn.Linear(1, 1))
+    more = model.more
+    assert isinstance(more, nn.Linear)
+    more.requires_grad_(False)
+    with Run(
+        model, dataset, method=Ternary(), sampling=Poisson(batch=6), budget=Budget(noise=1.0, steps=4, delta=1e-5),
+        physical_batch=3, check=False,
+    ) as run:  # fmt: skip
+        for frozen in (True, False):
+            step = run.step_on(list(range(12)))
+            for (x,) in step:
+                step.backward(model(x).flatten())
+                more.requires_grad_(True)
+            assert (more.weight.grad is None) == frozen

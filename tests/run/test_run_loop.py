@@ -188,6 +188,42 @@ def test_bf16_autocast() -> None:
             assert (other[name] - value).norm() < 0.05 * value.norm() + 1e-3
 
 
+class Reading(nn.Module):
+    """A sequence model of a layer that has no rule of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.squeeze(1)
+        read = self.layer(x, x, x) if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)
+        return self.last((read[0] if isinstance(read, tuple) else read).mean(1))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.MultiheadAttention(6, 2, batch_first=True), nn.GRU(6, 6, batch_first=True), nn.PReLU()],
+    ids=["attention", "gru", "prelu"],
+)
+def test_bf16_autocast_with_layers_that_have_no_rule(layer: nn.Module) -> None:
+    """What came in as bfloat16 is run again in the precision of the weights."""
+    torch.manual_seed(0)
+    model = Reading(nn.Sequential(nn.Linear(6, 6), layer) if isinstance(layer, nn.PReLU) else layer)
+
+    def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = model(x + 0)
+        return F.cross_entropy(scores.float(), y, reduction="none")
+
+    def released(losses: Callable[..., Tensor]) -> Tensor:
+        with seeded(model, budget=budget(1)) as run:
+            return torch.cat([g.flatten() for g in train(run, model, losses)[0].values()])
+
+    exact = released(entropy)
+    assert float((released(losses) - exact).norm()) < 0.1 * float(exact.norm())
+
+
 def test_a_gan_with_a_private_discriminator() -> None:
     torch.manual_seed(0)
     generator, judge = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(inplace=True), nn.Linear(8, 1))

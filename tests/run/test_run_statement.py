@@ -22,6 +22,7 @@ from privet import (
     PerExample,
     Poisson,
     PrivetError,
+    Refused,
     Run,
 )
 
@@ -100,6 +101,20 @@ def test_data_sets_that_cannot_be_sampled_are_refused() -> None:
         seeded(net(), iter(()))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="empty"):
         seeded(net(), TensorDataset(torch.ones(0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (nn.LazyLinear(3), r"'1\.weight' does not know its size"),
+        (nn.Linear(36, 3, dtype=torch.complex64), r"'1\.weight' has torch\.complex64"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_parameters_that_cannot_be_trained_are_refused_by_name(layer: nn.Module, sentence: str) -> None:
+    for method in (PerExample(), privet.Batch(), privet.Ternary()):
+        with pytest.raises(Refused, match=sentence):
+            seeded(nn.Sequential(nn.Flatten(), layer), method=method)
 
 
 def test_a_run_that_cannot_begin_leaves_no_hooks() -> None:
