@@ -37,7 +37,6 @@ from .nn.models import EXAMPLE_SHAPES, build
 from .planning import Budget
 from .run import Run
 from .sampling import Chunk, Poisson
-from .step import Step
 
 _WARM_UP = 3
 _MEMORY_STEPS = 4
@@ -119,7 +118,7 @@ def private(case: Case, layout: str, method: Method, ledger: Path, keep_memory: 
         sampling=Poisson(batch=case.batch),
         budget=Budget(noise=1.0, delta=1e-5, steps=1000),
         records=100 * case.batch,
-        public=TensorDataset(x[:2].clone(), y[:2].clone()),  # what BatchNorm asks for; no step here reads it
+        public=TensorDataset(x[:2].clone(), y[:2].clone()),  # what BatchNorm asks for; only the first step reads it
         ledger=ledger / f"{layout}.ledger",
         keep_memory=keep_memory,
     )
@@ -128,7 +127,7 @@ def private(case: Case, layout: str, method: Method, ledger: Path, keep_memory: 
 
     def step() -> None:
         optimizer.zero_grad()
-        private_step = Step(iter([((x, y), chunk)]), run.session, run.source, run._rules, run._record)
+        private_step = run._step(iter([iter([((x, y), chunk)])]))
         for inputs, labels in private_step:
             private_step.backward(losses(model(inputs), labels))
         optimizer.step()
