@@ -54,6 +54,7 @@ class Mechanism:
       `replace_one`, and the sensitivity is the one under an exchange, factor 2 included.
 
     `discrete`: the noise is discrete Gaussian on an integer grid, and the sums are integers of that grid.
+    `seeded`: the noise can be made again from a seed, so that for the accountant there is none.
     """
 
     kind: Literal["gaussian", "poisson", "fixed_size"]
@@ -63,6 +64,7 @@ class Mechanism:
     records: int | None = None
     batch: int | None = None
     discrete: bool = False
+    seeded: bool = False
 
     def __post_init__(self) -> None:
         # Plain Python numbers only: inside dp-accounting's nested events an int or a np.float32 multiplier fails
@@ -80,7 +82,9 @@ class Mechanism:
         swap = self.relation == "replace_one"
         _require(self.kind in ("gaussian", "poisson", "fixed_size"), f"kind={self.kind!r} is unknown.")
         _require(swap or self.relation == "add_remove", f"relation={self.relation!r} is unknown.")
-        _require(isinstance(self.discrete, bool), f"discrete={self.discrete!r} must be true or false.")
+        for name in ("discrete", "seeded"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name}={value!r} must be true or false.")
         _require(self.noise_multiplier >= 0, f"noise_multiplier={self.noise_multiplier} must not be negative.")
         _require(0 <= self.rate <= 1, f"rate={self.rate} must be a probability, between 0 and 1.")
         _require(poisson or self.rate == 1, f"rate={self.rate} belongs to kind 'poisson' only: leave it out.")
@@ -110,6 +114,8 @@ class Mechanism:
     def to_json(self) -> dict[str, Any]:
         """The fact as JSON values; an infinite multiplier, which JSON cannot hold, becomes the string 'inf'."""
         d = dataclasses.asdict(self)
+        if not self.seeded:
+            del d["seeded"]
         return d if math.isfinite(self.noise_multiplier) else d | {"noise_multiplier": "inf"}
 
     @classmethod
@@ -430,8 +436,9 @@ def _normal(spent: Spent) -> tuple[_Units, Relation]:
         _require(count >= 0 and count == int(count), f"count={count} of {m} must be a whole number, 0 or more.")
         if count == 0 or _is_free(m):
             continue
-        sigma = min(m.noise_multiplier, 1e9)  # dp-accounting overflows far above; less noise costs no less
-        unit = dataclasses.replace(m, noise_multiplier=sigma)
+        # dp-accounting overflows far above; less noise costs no less
+        sigma = 0.0 if m.seeded else min(m.noise_multiplier, 1e9)
+        unit = dataclasses.replace(m, noise_multiplier=sigma, seeded=False)
         if _rate(m) == 1:
             sigma = sigma / 2 if swap and (m.kind == "poisson" or m.relation == "add_remove") else sigma
             unit = Mechanism(kind="gaussian", noise_multiplier=sigma, relation=relation, discrete=m.discrete)
@@ -442,7 +449,7 @@ def _normal(spent: Spent) -> tuple[_Units, Relation]:
 
 
 def _is_free(m: Mechanism) -> bool:
-    return m.noise_multiplier == math.inf or m.rate == 0
+    return m.rate == 0 or (m.noise_multiplier == math.inf and not m.seeded)
 
 
 def _rate(m: Mechanism) -> float:

@@ -68,6 +68,7 @@ _CHARGE = """
 UPDATE entries SET units = units + ?, last_step = max(last_step, ?), charged = ?
 WHERE id = ? AND run = ? AND mechanism = ?
 """
+_PAID = "SELECT units FROM entries WHERE id = ?"
 _LAST_STEP = "SELECT max(last_step) FROM entries WHERE run = ?"
 _TOTALS = """
 SELECT mechanism, sum(units) FROM entries WHERE ?1 IS NULL OR run = ?1 GROUP BY mechanism ORDER BY min(id)
@@ -210,28 +211,35 @@ class Ledger:
             (entry,) = db.execute("SELECT id FROM entries WHERE run = ? AND mechanism = ?", (run, key)).fetchone()
         return Entry(id=entry, run=run, mechanism=mechanism, key=key)
 
-    def charge(self, entry: Entry, *, step: int, units: int = 1, resumed: bool = False) -> int:
+    def charge(
+        self, entry: Entry, *, step: int, units: int = 1, resumed: bool = False, limit: int | None = None
+    ) -> int:
         """Pay for `units` compositions of the entry's mechanism, durably, before their noise is drawn.
 
         Returns the units paid. Steps that are done again are paid again: the first step after a checkpoint was loaded
         (`resumed`) costs at least one unit if anyone has taken that step of the run before, also if it would be free
-        as a later part of a unit (`units` = 0). Raises `BudgetExceeded`
-        if the data set's budget does not allow it, `LedgerError` if it cannot be written: then nothing was, and
-        nothing may be released.
+        as a later part of a unit (`units` = 0). Raises `BudgetExceeded` if the data set's budget does not allow it, or
+        if all processes that go on with this run would have paid more than `limit` units together; `LedgerError` if
+        it cannot be written: then nothing was, and nothing may be released.
         """
         step, units = operator.index(step), operator.index(units)
         if step < 0 or units < 0:
             raise ConfigError(f"step = {step} and units = {units} must not be negative.")
-        while (paid := self._try_charge(entry, step, units, resumed)) is None:
+        while (paid := self._try_charge(entry, step, units, resumed, limit)) is None:
             pass  # ends, for what others spend meanwhile can only use the budget up
         return paid
 
-    def _try_charge(self, entry: Entry, step: int, units: int, resumed: bool) -> int | None:
+    def _try_charge(self, entry: Entry, step: int, units: int, resumed: bool, limit: int | None) -> int | None:
         totals: dict[str, int] = {}
         with self._transaction() as db:
             budget = _read_budget(db)
             if resumed and units == 0 and step <= (db.execute(_LAST_STEP, (entry.run,)).fetchone()[0] or 0):
                 units = 1  # asked here, where no other process can take the step in between
+            if limit is not None and units + (db.execute(_PAID, (entry.id,)).fetchone() or (0,))[0] > limit:
+                raise BudgetExceeded(
+                    f"The next step (units = {units}) would exceed the budget of run {entry.run}, so it was not taken: "
+                    "another process goes on with the same run."
+                )
             if budget:
                 totals = dict(db.execute(_TOTALS, (None,)).fetchall())
                 totals[entry.key] = totals.get(entry.key, 0) + units

@@ -243,7 +243,7 @@ class Run:
 
         A query that is asked again after a crash is paid again, so that fewer steps fit than were planned.
         """
-        spent = dict(self.ledger.spent(run=self.id))
+        spent = self._spent_as_planned()
         self.units_spent = spent.pop(self.plan.mechanism, 0)
         self.queries_paid = sum(spent.values())
         self._limit, planned = self.plan.limit, dict(self.plan.before)
@@ -258,10 +258,19 @@ class Run:
         limit = None if self.budget.epsilon is None else (self.budget.epsilon, self.budget.delta)
         return {
             mechanism: self.ledger.open_run(
-                self.id, mechanism, unit=self.unit, budget=limit, planned=self.plan.units, note=self.method.name
+                self.id,
+                replace(mechanism, seeded=self.source.level == "seeded"),
+                unit=self.unit,
+                budget=limit,
+                planned=self.plan.units,
+                note=self.method.name,
             )
             for mechanism in (*self._queries.cost, self.plan.mechanism)
         }
+
+    def _spent_as_planned(self) -> dict[Mechanism, int]:
+        """What this run has paid; noise that is seeded, which is worth nothing, as if it were not."""
+        return {replace(mechanism, seeded=False): count for mechanism, count in self.ledger.spent(run=self.id)}
 
     def close(self) -> None:
         """Removes the hooks and closes the ledger; the model is as it was."""
@@ -312,7 +321,7 @@ class Run:
     def _record_query(self, noise: float) -> None:
         """Pays for a query. Called after its sums are bounded and before their noise is drawn."""
         mechanism, limit = self._queries.mechanisms[noise], self.budget.epsilon
-        spent = [*self.ledger.spent(run=self.id), (mechanism, 1)]
+        spent = [*self._spent_as_planned().items(), (mechanism, 1)]
         if limit is not None and epsilon(spent, self.budget.delta).epsilon > limit:
             raise BudgetExceeded("Asking all records again would exceed the budget of the run, so it was not done.")
         self.ledger.charge(self._entries[mechanism], step=self.steps_done)
@@ -514,7 +523,8 @@ class Run:
             raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
         step, due = self.steps_done + 1, self._units_due()
         entry = self._entries[self.plan.mechanism]
-        self.units_spent += self.ledger.charge(entry, step=step, units=due, resumed=self._resumed)
+        paid = self.ledger.charge(entry, step=step, units=due, resumed=self._resumed, limit=self._limit)
+        self.units_spent += paid
         self._resumed = False
         self.steps_done += 1
         self._repeats = False

@@ -38,7 +38,7 @@ def statement(run: Run) -> dict[str, Any]:
         "noise_multiplier": run.noise_multiplier,
         "noise_level": run.source.level,
         "steps": run.steps_done,
-        "compositions": run.units_spent,
+        "compositions": sum(count for _, count in run.ledger.spent(run=run.id)) - run.queries_paid,
         "mechanism": run.plan.mechanism.to_json(),
         "spent": [{"mechanism": m.to_json(), "count": count} for m, count in run.ledger.spent(run=run.id)],
         "queries": [{"noise_multiplier": m.noise_multiplier, "planned": n} for m, n in run.plan.before],

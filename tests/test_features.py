@@ -263,7 +263,7 @@ def run_on(
         records=records,
         queries=queries,
         keep_memory=False,
-        **{"noise_level": "seeded", "seed": 1} | options,
+        **options,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,19 @@ def test_foreign_ledgers_and_checkpoints_are_refused(tmp_path: Path) -> None:
     (folder / "checkpoint.pt").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="damaged"):
         train(config(tmp_path), resume=folder)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders are held by locks of POSIX")
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
+    first = train(config(tmp_path), **stop_after(2)[1])
+    assert first.ended == "interrupted"
+    held = config(tmp_path, ledger=str(first.ledger))
+
+    def another(_: Progress) -> None:
+        with pytest.raises(ConfigError, match="being trained by another process"):
+            train(held, resume=first.out)
+
+    assert train(held, resume=first.out, on_progress=another).ended == "finished"
 
 
 def test_a_resumed_run_does_not_invent_a_new_ledger(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def _summary(result: Result) -> str:
         "ledger": f"{result.ledger}: {runs} epsilon {rounded_up(result.ledger_total.epsilon)}",
     }
     if config.noise_level == "seeded":
+        del lines["protected"]
         lines["privacy"] = "none: seeded noise can be subtracted by whoever knows the seed (for tests only)"
     if result.ended == "budget":
         lines["ended"] = f"early, as no further step fits into the budget ({told['planned']['steps']} were planned)"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import safetensors.torch
 from torch import nn
@@ -17,6 +18,9 @@ from ..data import SETS, Data
 from ..errors import CheckpointError, ConfigError, LedgerError
 from ..ledger import Ledger
 from .config import TrainConfig
+
+if sys.platform != "win32":
+    import fcntl
 
 _RUN_FILES = ("config.toml", "metrics.jsonl", "checkpoint.pt", "privacy.json", "model.safetensors", "report.html")
 
@@ -29,6 +33,7 @@ class Place:
         self._ledger: Ledger | None = None
         self._new_ledger = False
         self._made: list[Path] = []
+        self._held: IO[bytes] | None = None
         self._stem = data.name if data.name in SETS else Path(data.name).stem
         self._numbered = resume is None and config.out is None
         if resume is not None:
@@ -36,6 +41,7 @@ class Place:
             if (self.folder / "model.safetensors").exists():
                 raise CheckpointError(f"The run in {self.folder} is finished: there is nothing to resume.")
             self.run_id = str(checkpoint.read(self.folder / "checkpoint.pt").get("run"))
+            self._hold()
         elif config.out is not None:
             self.folder = Path(config.out)
             _refuse_used(self.folder)
@@ -71,6 +77,21 @@ class Place:
         self._made += [self.folder / name for name in _RUN_FILES]
         text = config.to_toml().encode()
         checkpoint.write_whole(self.folder / "config.toml", lambda file: file.write(text))
+        self._hold()
+
+    def _hold(self) -> None:
+        """Keeps other processes from going on with the same run, as long as this one does."""
+        if sys.platform == "win32":
+            return
+        self._held = (self.folder / "config.toml").open("rb")
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"The run in {self.folder} is being trained by another process. Wait until it has ended, or stop it."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: the ledger still keeps both to one budget
 
     def _make_folder(self, folder: Path) -> bool:
         """Whether the folder was made here and now: of two processes that try, one gets it."""
@@ -98,6 +119,8 @@ class Place:
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def close(self) -> None:
+        if self._held is not None:
+            self._held.close()
         if self._ledger is not None:
             self._ledger.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +84,37 @@ def test_two_runs_on_one_ledger_add_up(tmp_path: Any) -> None:
         assert sum(units for _, units in ledger.spent()) == 6
         assert [record.steps for record in ledger.runs()] == [3, 3]
         assert all(record.finished for record in ledger.runs())
+
+
+def test_noise_from_a_seed_is_no_noise_to_the_accountant(tmp_path: Path) -> None:
+    """Whoever knows the seed can subtract it: the ledger may not count it with what protects."""
+    model, path = net(), tmp_path / "data.ledger"
+    planned = Budget(epsilon=1.0, steps=3, delta=1e-5)
+    with seeded(model, budget=planned, ledger=path) as run:
+        train(run, model)
+        assert run.steps_done == 3 and run.epsilon == math.inf and run.statement()["epsilon"] == math.inf
+        assert run.statement()["planned"]["epsilon"] <= 1
+    with privet.Ledger(path) as ledger:
+        assert epsilon(ledger.spent(), 1e-5).epsilon == math.inf
+        ledger.set_budget(5.0, 1e-5)
+    with (
+        seeded(model, budget=planned, ledger=path, noise_level="system", seed=None) as run,
+        pytest.raises(BudgetExceeded),
+    ):
+        train(run, model)
+
+
+def test_two_processes_that_go_on_with_one_run_share_its_budget(tmp_path: Path) -> None:
+    """Neither knows of the other but by the ledger."""
+    path, options = tmp_path / "data.ledger", {"noise_level": "system", "seed": None, "run_id": "one"}
+    planned = Budget(epsilon=1.0, steps=4, delta=1e-5)
+    models = [net(), net()]
+    first, second = (seeded(model, budget=planned, ledger=path, **options) for model in models)
+    train(first, models[0])
+    assert first.steps_done == 4 and not second.finished
+    with pytest.raises(BudgetExceeded, match="another process goes on with the same run"):
+        train(second, models[1])
+    assert second.steps_done == 0 and all(p.grad is None for p in models[1].parameters())
+    assert first.epsilon == second.epsilon <= 1 and second.statement()["compositions"] == 4
+    first.close()
+    second.close()

@@ -39,7 +39,7 @@ def test_a_partition_meets_each_record_once_per_epoch_and_pays_once(workers: int
 
     with seeded(
         model, Numbered(), sampling=Partition(batch=8), budget=Budget(noise=1.0, epochs=3, delta=1e-5), check=False,
-        loader_options={"num_workers": workers}, physical_batch=3,
+        loader_options={"num_workers": workers}, physical_batch=3, noise_level="system", seed=None,
     ) as run:  # fmt: skip
         orders = []
         for epoch in range(1, 4):
