@@ -15,6 +15,7 @@ log = logging.getLogger("privet")
 
 _LARGEST_NOISE = 1e6
 _SMALLEST_EPSILON = 1e-6
+_LONGEST = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +37,14 @@ class Budget:
             raise ConfigError(f"delta must lie between 0 and 1 (a common choice is 1/records), and is {self.delta!r}.")
         if self.epsilon is not None and not self.epsilon > 0:
             raise ConfigError(f"epsilon must be positive, and is {self.epsilon!r}.")
-        if self.noise is not None and not self.noise >= 0:
-            raise ConfigError(f"noise must not be negative, and is {self.noise!r}.")
+        if self.noise is not None and not 0 <= self.noise <= _LARGEST_NOISE:
+            raise ConfigError(f"noise must lie between 0 and {_LARGEST_NOISE:g}, and is {self.noise!r}.")
         if self.epochs is not None and self.steps is not None:
             raise ConfigError("Give the length of the run as epochs or as steps, not both.")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ConfigError(f"epochs must be a positive number, and is {self.epochs!r}.")
-        if self.steps is not None and not (isinstance(self.steps, int) and self.steps > 0):
-            raise ConfigError(f"steps must be a positive whole number, and is {self.steps!r}.")
+        if self.epochs is not None and not 0 < self.epochs <= _LONGEST:
+            raise ConfigError(f"epochs must be a positive number of at most {_LONGEST:g}, and is {self.epochs!r}.")
+        if self.steps is not None and not (isinstance(self.steps, int) and 0 < self.steps <= _LONGEST):
+            raise ConfigError(f"steps must be a positive whole number of at most {_LONGEST:g}, and is {self.steps!r}.")
         length = self.epochs if self.steps is None else self.steps
         if sum(value is not None for value in (self.epsilon, self.noise, length)) < 2:
             raise ConfigError(

@@ -449,7 +449,7 @@ def test_a_certificate_that_an_attack_breaks_ends_with_1(
         (["--plot", "a.pdf"], ".svg or .png"),
         (["--records", "0"], "records must be at least 1"),
         (["--attack", "-1"], "attack must be at least 0"),
-        (["--threads", "0"], "at least 1"),
+        (["--threads", "0"], "between 1 and"),
     ],
 )
 def test_wrong_options(given: list[str], said: str, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

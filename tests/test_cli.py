@@ -21,7 +21,7 @@ import pytest
 
 import privet.training.loop as training_loop
 from privet import Ledger, PerExample, checkpoint
-from privet.accounting import Mechanism
+from privet.accounting import Mechanism, rounded_up
 from privet.cli import _options, main
 from privet.losses import LOSSES
 from privet.methods import METHODS, option, register
@@ -372,7 +372,7 @@ def test_budget_adds_up_what_runs_cost_and_sets_a_limit(capsys: pytest.CaptureFi
     assert code == 0 and "per-example" in out and "Budget: epsilon 6 at delta 1e-05" in out and " left." in out
     cost = answer(capsys, "budget", "people.ledger", "--epsilon", "0.5", "--delta", "1e-5")
     assert cost["remaining"] == pytest.approx(0.5 - cost["epsilon"]) and cost["remaining"] < 0
-    assert f", exceeded by {-cost['remaining']:.4g}." in run(capsys, "budget", "people.ledger")[1]
+    assert f", exceeded by {rounded_up(-cost['remaining'])}." in run(capsys, "budget", "people.ledger")[1]
 
 
 def test_the_table_of_runs_fits_into_a_terminal(
@@ -575,7 +575,54 @@ def test_plan_has_the_papers_zcdp_figure_for_partitions(capsys: pytest.CaptureFi
     assert found["zcdp_epsilon"] == pytest.approx(rho + 2 * math.sqrt(rho * math.log(1e5)))
     assert 0 < found["epsilon"] < found["zcdp_epsilon"]
     _, out, _ = run(capsys, *args)
-    assert f"zcdp      {found['zcdp_epsilon']:.4g} (the backpropagation-clipping paper's looser formula" in out
+    assert f"zcdp      {rounded_up(found['zcdp_epsilon'])} (the backpropagation-clipping paper's looser formula" in out
+
+
+def test_what_is_printed_is_never_less_than_what_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--records", "60000", "--batch", "256", "--steps", "14062", "--noise", "1.1", "--delta", "1e-5"]
+    found, said = answer(capsys, *args), run(capsys, *args)[1]
+    assert float(said.split()[1]) >= found["epsilon"]
+    shares = [float(line.split("at most ")[1].split("%")[0]) for line in said.splitlines() if "at most" in line]
+    betas = [point["beta"] for point in found["trade_off"] if point["alpha"] in (0.001, 0.01, 0.05, 0.1)]
+    assert all(share >= 100 - 100 * beta for share, beta in zip(shares, betas, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["train", "--lr", "1e300"], "lr must be"),
+        (["train", "--seed", "9" * 25], "63 bits"),
+        (["train", "--threads", "100000"], "threads must lie"),
+        (["plan", "--records", "100", "--batch", "10", "--noise", "1", "--epochs", "1e308"], "epochs must be"),
+        (["plan", "--records", "100", "--batch", "10", "--noise", "1e9", "--epsilon", "1"], "noise must lie"),
+        (["audit", "--method", "per-example", "--threads", "-1"], "threads must lie"),
+        (["audit", "--method", "per-example", "--delta", "0"], "delta"),
+        (["audit", "--method", "per-example", "--target", "age"], "--data"),
+        (["audit", "run", "--plot", "x.txt"], ".svg"),
+        (["audit", "run", "--noise", "0"], "--noise"),
+        (["bench", "--model", "mlp", "--threads", "-1"], "threads must lie"),
+    ],
+)
+def test_numbers_that_nothing_survives_are_refused(
+    capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    assert said in refused(capsys, *args)
+
+
+def test_a_fault_of_ours_is_told_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by\nzero")
+
+    monkeypatch.setattr("privet.planning.plan", broken)
+    args = ["plan", "--records", "100", "--batch", "10", "--noise", "1", "--steps", "3"]
+    code, out, err = run(capsys, *args)
+    assert code == 1 and not out and len(err.splitlines()) == 1
+    assert "ZeroDivisionError: division by zero" in err and "PRIVET_DEBUG=1" in err
+    monkeypatch.setenv("PRIVET_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        run(capsys, *args)
 
 
 def test_plan_counts_a_begun_epoch_in_the_zcdp_figure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,6 +226,7 @@ class MethodSubject(Subject):
         for layer in self._model.modules():  # what dropout draws has nothing to do with the records
             if isinstance(layer, nn.modules.dropout._DropoutNd):
                 layer.eval()
+        self._try_loss(inputs[:2], targets[:2])
         self._try_out()
         self._pool, self.run, self._desk = self._fresh()
         if public is not None:  # thresholds are learned in the first step of an epoch
@@ -256,6 +257,17 @@ class MethodSubject(Subject):
             physical_batch=self._chunk if isinstance(dataset, _Pool) else "auto",
             check=check,
         )
+
+    def _try_loss(self, inputs: Tensor, targets: Tensor) -> None:
+        """A loss that cannot be computed would look like a broken promise."""
+        try:
+            with torch.no_grad():
+                self.loss(copy.deepcopy(self._model), inputs, targets)
+        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+            raise ConfigError(
+                f"The loss cannot be computed on these records ({type(error).__name__}: {error}). It is called as "
+                "loss(model, inputs, targets) and gives one loss for each record."
+            ) from error
 
     def _try_out(self) -> None:
         """An ordinary step, with the checks that a run makes before its first: what a run refuses needs no audit."""

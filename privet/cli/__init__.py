@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: done; 2: it could not be, and standard error says why; 130: interrupted."""
+    """Runs one command. 0: done; 1: a claim is broken, or a fault of ours; 2: it could not be; 130: interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(given).parse_args(given)
@@ -53,6 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(_about_files(error))
     except KeyboardInterrupt:
         return _fail("Interrupted.", code=130)
+    except Exception as error:
+        if os.environ.get("PRIVET_DEBUG"):
+            raise
+        said = " ".join(str(error).split())
+        return _fail(
+            f"Something happened that Privet has no answer to: {type(error).__name__}: {said[:300]}. A training that "
+            "had begun goes on with --resume. PRIVET_DEBUG=1 shows where it happened: please report that.",
+            code=1,
+        )
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -9,7 +9,7 @@ Ends with 1 where a claim is broken. An audit can break a claim, and never prove
 from __future__ import annotations
 
 import argparse
-import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -60,21 +60,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if (args.run is None) == (args.method is None):
         raise ConfigError("Name either the folder of a run or --method: privet audit RUN_FOLDER, or --method NAME.")
+    if args.plot is not None and Path(args.plot).suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"--plot writes SVG or PNG: end {args.plot} in .svg or .png.")
     import torch  # noqa: PLC0415
 
+    from ..training import check_compute, to_json  # noqa: PLC0415
+
+    check_compute(args.threads, args.seed)
     small = args.method is not None and args.model is None  # where threads cost more than they give
     if args.threads or small:
         torch.set_num_threads(args.threads or 1)
     report = _of_run(args) if args.run is not None else _of_method(args)
     if args.json:
-        print(json.dumps(report.to_json()))
+        print(to_json(report.to_json()))
     else:
         _show(report)
     return 0 if report.holds else 1
 
 
 def _of_run(args: argparse.Namespace) -> Report:
-    if given := [flag for flag in _FOR_METHODS if getattr(args, flag.strip("-").replace("-", "_"))]:
+    if given := [
+        flag for flag in _FOR_METHODS if getattr(args, flag.strip("-").replace("-", "_")) not in (None, [], False)
+    ]:
         raise ConfigError(f"{', '.join(given)} belong to --method: a run is audited as it was made.")
     from ..audit import audit_run  # noqa: PLC0415
 
@@ -82,8 +89,6 @@ def _of_run(args: argparse.Namespace) -> Report:
 
 
 def _of_method(args: argparse.Namespace) -> Report:
-    from pathlib import Path  # noqa: PLC0415
-
     from ..audit import audit  # noqa: PLC0415
     from ..data import load  # noqa: PLC0415
     from ..nn import build  # noqa: PLC0415
@@ -91,6 +96,8 @@ def _of_method(args: argparse.Namespace) -> Report:
 
     if args.plot or args.shadows:
         raise ConfigError("--plot and --shadows are for attacks on a finished run: name its folder.")
+    if args.data is None and (args.data_dir is not None or args.target is not None):
+        raise ConfigError("--data-dir and --target tell where the records of --data are: name that too.")
     options: dict[str, Any] = {}
     if args.model or args.data:
         data = load(args.data or "digits", data_dir=Path(args.data_dir) if args.data_dir else None, target=args.target)
@@ -104,7 +111,7 @@ def _of_method(args: argparse.Namespace) -> Report:
         **options,
         relation=args.relation or "add_remove",
         noise_multiplier=1.0 if args.noise is None else args.noise,
-        delta=args.delta or 1e-5,
+        delta=1e-5 if args.delta is None else args.delta,
         canaries=1000 if args.canaries is None else args.canaries,
         inputs_too=args.inputs_too,
         seed=args.seed,
@@ -117,7 +124,7 @@ def _show(report: Report) -> None:
 
     from ..audit.report import shown  # noqa: PLC0415
 
-    table = Table("", "check", "measured", "bound", box=None, pad_edge=False)
+    table = Table("", "check", "measured", "against", box=None, pad_edge=False)
     for check in report.checks:
         mark = "[green]ok[/]" if check.holds else "[red]NO[/]"
         table.add_row(mark, check.name, shown(check.measured), shown(check.bound))

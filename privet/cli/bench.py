@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 NAME = "bench"
 HELP = "step time and memory against ordinary training"
@@ -53,8 +52,10 @@ def main(args: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415
 
     from ..bench import Case, measure  # noqa: PLC0415
+    from ..training import check_compute, to_json  # noqa: PLC0415
     from ._options import method_from  # noqa: PLC0415
 
+    check_compute(args.threads)
     if args.threads:
         torch.set_num_threads(args.threads)
     batch = DEFAULT_BATCHES[args.model] if args.batch is None else args.batch
@@ -67,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         keep_memory=args.keep_memory,
     )
     if args.json:
-        print(json.dumps(result))
+        print(to_json(result))
         return 0
     what = f"{args.method} with {case.loss} against {result['against']}"
     print(f"{case.model}, batch {case.batch}, {what}, {result['threads']} threads")

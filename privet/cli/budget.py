@@ -10,6 +10,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--delta",
         type=float,
         metavar="D",
-        help="delta at which costs are told (default: the budget's, else the largest of the runs', else 1e-5)",
+        help="delta at which costs are told (default: the budget's, else the smallest of the runs', else 1e-5)",
     )
     parser.add_argument("--force", action="store_true", help="raise a budget that is set: only if the owners agree")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -102,29 +103,31 @@ def _delta(given: float | None, budget: tuple[float, float] | None, runs: Sequen
     if budget is not None:
         return budget[1], "the data set's budget"
     planned = [run.budget[1] for run in runs if run.budget is not None]
-    return (max(planned), "the largest among the runs") if planned else (_LAST_RESORT, "a common choice: none is set")
+    return (min(planned), "the smallest among the runs") if planned else (_LAST_RESORT, "a common choice: none is set")
 
 
 def _show(result: dict[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
+    from ..accounting import rounded_up  # noqa: PLC0415
+
     print(f"Data set {result['dataset']}, ledger {result['ledger']}")
     if result["runs"]:
         table = Table("started (UTC)", "run", "method", "steps", "noise", "epsilon", "", box=None, header_style="bold")
         for run in result["runs"]:
             state = "" if run["finished"] else "unfinished"
-            steps, noise, cost = str(run["steps"]), f"{run['noise_multiplier']:.4g}", f"{run['epsilon']:.4g}"
+            steps, noise, cost = str(run["steps"]), f"{run['noise_multiplier']:.4g}", rounded_up(run["epsilon"])
             started = run["started"][:16].replace("T", " ")
             table.add_row(started, run["run"][:8], run["note"], steps, noise, cost, state)
         Console().print(table)
     print(
-        f"All together: epsilon {result['epsilon']:.4g} at delta {result['delta']:g} ({result['delta_from']}; "
+        f"All together: epsilon {rounded_up(result['epsilon'])} at delta {result['delta']:g} ({result['delta_from']}; "
         f"{result['accountant']})."
     )
     if result["budget"] is None:
         print("No budget is set: --epsilon and --delta set one.")
     else:
         limit, left = result["budget"], result["remaining"]
-        state = f"{left:.4g} left" if left >= 0 else f"exceeded by {-left:.4g}"
+        state = f"{math.floor(1000 * left) / 1000:.3f} left" if left >= 0 else f"exceeded by {rounded_up(-left)}"
         print(f"Budget: epsilon {limit['epsilon']:g} at delta {limit['delta']:g}, {state}.")

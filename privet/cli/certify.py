@@ -60,13 +60,12 @@ def main(args: argparse.Namespace) -> int:
     radii = None if args.radii is None else _radii(args.radii)
     if args.plot is not None and Path(args.plot).suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"--plot writes SVG or PNG: end {args.plot} in .svg or .png.")
-    if args.threads is not None and args.threads < 1:
-        raise ConfigError(f"--threads must be at least 1, and is {args.threads}.")
     import torch  # noqa: PLC0415
 
     from ..certify import RADII, certify_run  # noqa: PLC0415
-    from ..training import to_json  # noqa: PLC0415
+    from ..training import check_compute, to_json  # noqa: PLC0415
 
+    check_compute(args.threads, args.seed)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     found = certify_run(

@@ -146,15 +146,17 @@ def _trade_off(found: Plan, points: int) -> list[dict[str, float]]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from ..accounting import rounded_up  # noqa: PLC0415
+
     noise = f"{result['noise']:.4g} times the sensitivity ({result['noise_level']})"
     if result["layers"] > 1:
         noise += f": {result['noise_per_layer']:.4g} times that of each of {result['layers']} layers"
-    rows = {"epsilon": f"{result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']})"}
+    rows = {"epsilon": f"{rounded_up(result['epsilon'])} at delta {result['delta']:g} ({result['accountant']})"}
     if estimate := result["estimate"]:
         rows["estimate"] = f"{estimate['epsilon']:.4g}, mu {estimate['mu']:.4g} ({estimate['note']})"
     if (looser := result["zcdp_epsilon"]) is not None:
         rows["zcdp"] = (
-            f"{looser:.4g} (the backpropagation-clipping paper's looser formula, rho + 2 sqrt(rho ln(1/delta)))"
+            f"{rounded_up(looser)} (the backpropagation-clipping paper's looser formula, rho + 2 sqrt(rho ln(1/delta)))"
         )
     rows |= {
         "noise": noise,
@@ -167,4 +169,5 @@ def _show(result: dict[str, Any]) -> None:
     print("\nAn attacker who wants to know whether a record was used, and accepts")
     for point in result["trade_off"]:
         if point["alpha"] in _TELLING:
-            print(f"  {point['alpha']:>5.1%} false alarms, finds at most {1 - point['beta']:.1%} of those that were.")
+            found = rounded_up(100 - 100 * point["beta"], 1)
+            print(f"  {point['alpha']:>5.1%} false alarms, finds at most {found}% of those that were.")

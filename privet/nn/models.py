@@ -43,8 +43,15 @@ def build(
     with _current_directory_importable() if own else nullcontext():
         factory = _imported(name) if own else MODELS[name]
         arguments = _arguments(name, factory, input_shape=input_shape, classes=classes, options=options)
-        with _seeded(seed):
-            model = factory(**arguments)
+        try:
+            with _seeded(seed):
+                model = factory(**arguments)
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's factory can fail in any way
+            raise ConfigError(
+                f"Model {name!r} cannot be made with the options {options}: {type(error).__name__}: {error}."
+            ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Model {name!r} returned a {type(model).__name__}; it must return a torch.nn.Module.")
     return model

@@ -7,8 +7,19 @@ The folder holds `config.toml`, which repeats the run, `metrics.jsonl`, and at t
 were trained on: accuracy and loss are those of held-out records (rule 9).
 """
 
-from .config import TrainConfig, default_delta, settle
+from .config import TrainConfig, check_compute, default_delta, settle
 from .folder import to_json
 from .loop import SAMPLING, Progress, Result, load_data, train
 
-__all__ = ["SAMPLING", "Progress", "Result", "TrainConfig", "default_delta", "load_data", "settle", "to_json", "train"]
+__all__ = [
+    "SAMPLING",
+    "Progress",
+    "Result",
+    "TrainConfig",
+    "check_compute",
+    "default_delta",
+    "load_data",
+    "settle",
+    "to_json",
+    "train",
+]

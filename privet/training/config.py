@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..nn import Normalise
 from ..noise import Level
 
+_MOST_THREADS = 1024
 _LEARNING_RATES = {"sgd": 0.5, "adam": 0.002}
 
 
@@ -168,8 +169,11 @@ class TrainConfig:
     json: bool = _option(False, _OUTPUT, "print one JSON object", run=False, resume=True)
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "records", "batch", "steps", "physical_batch", "threads")
+        _at_least(self, 1, "records", "batch", "steps", "physical_batch")
         _at_least(self, 0, "workers")
+        check_compute(self.threads, self.seed)
+        if self.lr is not None and self.lr > 1e30:
+            raise ConfigError(f"lr must be a number that a weight can be moved by, and is {self.lr!r}.")
         for name in ("lr", "checkpoint_every", "normalise_noise", "normalise_clip"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -190,6 +194,14 @@ class TrainConfig:
         values = {k: v for k, v in known.items() if v is not None and k not in tables}
         values["preset"] = False  # all is said; a later version may have other presets
         return "# Repeats this run: privet train config.toml\n" + tomli_w.dumps(values | tables)
+
+
+def check_compute(threads: int | None, seed: int = 0) -> None:
+    """Refuses what torch would not survive, or not take."""
+    if threads is not None and not 1 <= threads <= _MOST_THREADS:
+        raise ConfigError(f"threads must lie between 1 and {_MOST_THREADS}, and is {threads}.")
+    if abs(seed) >= 2**63:
+        raise ConfigError(f"seed must have at most 63 bits, and is {seed}.")
 
 
 def _at_least(config: TrainConfig, least: int, *names: str) -> None:
