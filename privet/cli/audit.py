@@ -79,9 +79,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _of_run(args: argparse.Namespace) -> Report:
-    if given := [
-        flag for flag in _FOR_METHODS if getattr(args, flag.strip("-").replace("-", "_")) not in (None, [], False)
-    ]:
+    values = {flag: getattr(args, flag.strip("-").replace("-", "_")) for flag in _FOR_METHODS}
+    if given := [flag for flag, value in values.items() if not (value is None or value is False or value == [])]:
         raise ConfigError(f"{', '.join(given)} belong to --method: a run is audited as it was made.")
     from ..audit import audit_run  # noqa: PLC0415
 
