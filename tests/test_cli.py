@@ -609,6 +609,31 @@ def test_numbers_that_nothing_survives_are_refused(
     assert said in refused(capsys, *args)
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--quantile", "0.3"], "only with --adaptive:"),
+        (["--method", "ternary", "--density", "0.1"], "only with --adaptive:"),
+        (["--stability", "0.1"], "only with --clip-function automatic:"),
+        (["--momentum", "0.5", "--optimizer", "adam"], "only with --optimizer sgd:"),
+        (["--denoise-bound", "3"], "only with --denoise hard or posterior:"),
+        (["--lr-decay", "0.5"], "only with --schedule decay:"),
+        (["--normalise-noise", "3"], "only with --normalise private:"),
+        (["--features-cache", "x"], "only with --features scattering:"),
+        (["--data-dir", "x"], "--data-dir is for"),
+        (["--test-fraction", "0.3"], "--test-fraction is for tables"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    assert said in refused(capsys, "train", *args)
+
+
+def test_a_delta_that_protects_nobody_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "delta 0.5 is not below 1/records" in run(capsys, "train", *FAST, "--delta", "0.5", "--noise", "2")[1]
+
+
 def test_a_fault_of_ours_is_told_in_a_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

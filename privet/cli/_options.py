@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ..data import SETS
 from ..errors import ConfigError
 from ..losses import LOSSES
 from ..methods import METHODS, Method
@@ -202,6 +203,29 @@ def resolve(*layers: Layer) -> TrainConfig:
         _check_name(kind, name)
         chosen[f"{kind}_options"] = _checked_options(kind, name, chosen.get(f"{kind}_options", {}))
     return TrainConfig(**chosen)
+
+
+def refuse_idle(given: Layer, config: TrainConfig) -> None:
+    """Refuses what was given and says nothing beside the rest: it was meant to do something."""
+    for name in given:
+        if name == "data_dir" and config.features == "none" and config.data not in SETS.keys() - {"digits"}:
+            raise ConfigError(f"--data-dir is for mnist, fashion-mnist and cifar10, and --data is {config.data}.")
+        if name == "test_fraction" and config.data in SETS:
+            raise ConfigError(f"--test-fraction is for tables; {config.data} has test records of its own.")
+        if not name.endswith("_options"):
+            _refuse_idle(name, TrainConfig, vars(config))
+    for kind, known in _KINDS.items():
+        owner = known[getattr(config, kind)]
+        values = {f.name: f.default for f in fields(owner)} | dict(getattr(config, f"{kind}_options"))
+        for name in given.get(f"{kind}_options", {}):
+            _refuse_idle(name, owner, values)
+
+
+def _refuse_idle(name: str, owner: Any, values: Mapping[str, Any]) -> None:
+    other, *wanted = _field(owner, name).metadata.get("needs", (None,))
+    if other is not None and values[other] not in wanted:
+        asked = flag(other) if wanted == [True] else f"{flag(other)} {' or '.join(wanted)}"
+        raise ConfigError(f"{flag(name)} says something only with {asked}: add that, or leave it out.")
 
 
 def _check_name(kind: str, name: str) -> None:

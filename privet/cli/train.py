@@ -62,9 +62,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _configured(args: argparse.Namespace) -> TrainConfig:
-    from ._options import from_command_line, from_toml, resolve  # noqa: PLC0415
+    from ._options import from_command_line, from_toml, refuse_idle, resolve  # noqa: PLC0415
 
-    return resolve(from_command_line(args), from_toml(Path(args.config)) if args.config else {})
+    given = from_command_line(args)
+    config = resolve(given, from_toml(Path(args.config)) if args.config else {})
+    refuse_idle(given, config)
+    return config
 
 
 def _resumed(args: argparse.Namespace) -> TrainConfig:
@@ -167,6 +170,8 @@ def _summary(result: Result) -> str:
         "folder": str(result.out),
         "ledger": f"{result.ledger}: {runs} epsilon {rounded_up(result.ledger_total.epsilon)}",
     }
+    if told["delta"] * told["records"] >= 1:
+        lines["warning"] = f"delta {told['delta']:g} is not below 1/records: it would allow to publish a whole record"
     if config.noise_level == "seeded":
         del lines["protected"]
         lines["privacy"] = "none: seeded noise can be subtracted by whoever knows the seed (for tests only)"

@@ -69,8 +69,8 @@ class Clipless(Method):
         "auto", "G, the longest gradient of a record at the scores; auto: what cross-entropy can reach at most"
     )
     adaptive: bool = option(False, "let G follow a quantile of the norms at the scores, privately")
-    quantile: float = option(0.9, "the share of records that an adaptive G leaves unclipped")
-    adaptive_rate: float = option(0.2, "learning rate of the adaptive G (geometric)")
+    quantile: float = option(0.9, "the share of records that an adaptive G leaves unclipped", needs=("adaptive", True))
+    adaptive_rate: float = option(0.2, "learning rate of the adaptive G (geometric)", needs=("adaptive", True))
     allocation: Allocation = option(
         "optimal",
         "noise: proportional (to each layer's bound), isotropic (the same for all) or optimal (least in total)",

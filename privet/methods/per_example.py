@@ -42,10 +42,10 @@ class PerExample(Clipping):
     summary = "clip each record's gradient to norm C (the baseline: DP-SGD)"
 
     clip_function: Literal["abadi", "automatic"] = option("abadi", "min(1, C/norm), or C/(norm + stability)")
-    stability: float = option(0.01, "γ of the automatic clip function")
+    stability: float = option(0.01, "γ of the automatic clip function", needs=("clip_function", "automatic"))
     adaptive: bool = option(False, "let C follow a quantile of the gradient norms, privately")
-    quantile: float = option(0.5, "the share of records that an adaptive C leaves unclipped")
-    adaptive_rate: float = option(0.2, "learning rate of the adaptive C (geometric)")
+    quantile: float = option(0.5, "the share of records that an adaptive C leaves unclipped", needs=("adaptive", True))
+    adaptive_rate: float = option(0.2, "learning rate of the adaptive C (geometric)", needs=("adaptive", True))
 
     def __post_init__(self) -> None:
         super().__post_init__()

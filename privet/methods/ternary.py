@@ -84,8 +84,12 @@ class Ternary(Method):
         "each", "micro-batches that a sample is split into by coin: a number, or each record by itself"
     )
     adaptive: bool = option(False, "let τ follow the density, privately, from what tau says")
-    density: float = option(0.05, "the share of entries that an adaptive τ lets through in half of the micro-batches")
-    adaptive_rate: float = option(0.2, "learning rate of the adaptive τ (geometric)")
+    density: float = option(
+        0.05,
+        "the share of entries that an adaptive τ lets through in half of the micro-batches",
+        needs=("adaptive", True),
+    )
+    adaptive_rate: float = option(0.2, "learning rate of the adaptive τ (geometric)", needs=("adaptive", True))
 
     def __post_init__(self) -> None:
         positive("clip", self.clip)

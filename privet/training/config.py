@@ -22,7 +22,7 @@ _LEARNING_RATES = {"sgd": 0.5, "adam": 0.002}
 
 def _option(default: Any, group: str, help: str, **more: Any) -> Any:
     """An option of a training. `more`: otherwise (what None stands for), preset (presets may set it), run (False: it
-    does not belong to the run's config.toml), resume (it may be given anew on resuming)."""
+    does not belong to the run's config.toml), resume (it may be given anew on resuming), needs (as `privet.options.option` has it)."""
     start: Any = {"default_factory": dict} if default == {} else {"default": default}
     return field(metadata={"group": group, "help": help, **more}, **start)
 
@@ -74,6 +74,7 @@ class TrainConfig:
         "folder that keeps the features, as sensitive as the data",
         otherwise="DATA-DIR/features; without --data-dir, nowhere",
         resume=True,
+        needs=("features", "scattering"),
     )
     normalise: Normalise = _option(
         "none",
@@ -82,13 +83,16 @@ class TrainConfig:
         otherwise="none; with --features, group",
         preset=True,
     )
-    normalise_noise: float = _option(8.0, _DATA, "noise multiplier of --normalise private", preset=True)
+    normalise_noise: float = _option(
+        8.0, _DATA, "noise multiplier of --normalise private", preset=True, needs=("normalise", "private")
+    )
     normalise_clip: float = _option(
         0.4,
         _DATA,
         "C of --normalise private: a record's channel means are clipped to this norm, its mean squares to C*C; 0.4 "
         "suits features of images in [0, 1], 1.2 those of cifar10, whose pixels are standardised",
         preset=True,
+        needs=("normalise", "private"),
     )
 
     preset: bool = _option(True, _DATA, "whether presets fill in what is not given")
@@ -126,11 +130,13 @@ class TrainConfig:
     loss_options: Mapping[str, Any] = _option({}, _MODEL, "options of the loss", preset=True)
     optimizer: Literal["sgd", "adam"] = _option("sgd", _MODEL, "optimizer", preset=True)
     lr: float | None = _option(None, _MODEL, "learning rate", otherwise="0.5 (sgd) or 0.002 (adam)", preset=True)
-    momentum: float = _option(0.9, _MODEL, "momentum of sgd", preset=True)
+    momentum: float = _option(0.9, _MODEL, "momentum of sgd", preset=True, needs=("optimizer", "sgd"))
     schedule: Literal["constant", "cosine", "decay"] = _option(
         "constant", _MODEL, "learning rate over time; decay: times --lr-decay after each epoch", preset=True
     )
-    lr_decay: float = _option(0.9, _MODEL, "what decay multiplies the learning rate by", preset=True)
+    lr_decay: float = _option(
+        0.9, _MODEL, "what decay multiplies the learning rate by", preset=True, needs=("schedule", "decay")
+    )
     ema: float | None = _option(
         None, _MODEL, "decay of the running mean of the weights that is measured and released", preset=True
     )
@@ -140,13 +146,23 @@ class TrainConfig:
         "guess the gradient from the noisy one: hard (-v, 0 or v, whichever is most likely) or its posterior mean",
     )
     denoise_threshold: float | None = _option(
-        None, _MODEL, "v of --denoise, as it stands in p.grad", otherwise="one deviation of the noise there"
+        None,
+        _MODEL,
+        "v of --denoise, as it stands in p.grad",
+        otherwise="one deviation of the noise there",
+        needs=("denoise", "hard", "posterior"),
     )
     denoise_bound: float = _option(
-        1.0, _MODEL, "no entry of the clean gradient is larger than this: C, or the smaller of 1 and C if ternary"
+        1.0,
+        _MODEL,
+        "no entry of the clean gradient is larger than this: C, or the smaller of 1 and C if ternary",
+        needs=("denoise", "hard", "posterior"),
     )
     denoise_priors: Literal["equal", "tracked"] = _option(
-        "equal", _MODEL, "how likely -v, 0 and v are beforehand: all the same, or as the noisy gradients so far say"
+        "equal",
+        _MODEL,
+        "how likely -v, 0 and v are beforehand: all the same, or as the noisy gradients so far say",
+        needs=("denoise", "hard", "posterior"),
     )
     seed: int = _option(0, _MODEL, "of the initial weights and of how records are held out, never of the noise")
 
