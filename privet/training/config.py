@@ -22,7 +22,7 @@ _LEARNING_RATES = {"sgd": 0.5, "adam": 0.002}
 
 def _option(default: Any, group: str, help: str, **more: Any) -> Any:
     """An option of a training. `more`: otherwise (what None stands for), preset (presets may set it), run (False: it
-    does not belong to the run's config.toml), resume (it may be given anew on resuming), needs (as `privet.options.option` has it)."""
+    does not belong to the run's config.toml), resume (it may be given anew on resuming), needs (see `option`)."""
     start: Any = {"default_factory": dict} if default == {} else {"default": default}
     return field(metadata={"group": group, "help": help, **more}, **start)
 
