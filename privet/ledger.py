@@ -179,7 +179,9 @@ class Ledger:
             (self.dataset,) = self._connection().execute("SELECT label FROM dataset").fetchone()
         if dataset not in (None, self.dataset):
             self.close()
-            self._fail(f"belongs to the data set {self.dataset!r}, not to {dataset!r}. Name that one's ledger")
+            self._fail(
+                f"belongs to the data set {self.dataset!r}, not to {dataset!r}. Name that one's ledger, by --ledger"
+            )
         _ledgers.add(self)
 
     # What a run does

@@ -112,7 +112,8 @@ class Run:
         if (method.unit == "user") != (users is not None):
             raise ConfigError(
                 "A run over users needs a method that bounds users, and the other way round: give the run users=… (one "
-                "id for each record) and take Batch(record_groups='user')."
+                "id for each record) and take Batch(record_groups='user'); as options, --users COLUMN --method batch "
+                "--record-groups user."
             )
         unit = "user" if users is not None and unit == "record" else unit
         if records is not None and records < 1:

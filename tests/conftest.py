@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from privet.methods import Query, Session
+from privet.training import TrainConfig, train
 
 settings.register_profile("privet", deadline=None, derandomize=True, database=None, max_examples=25)
 settings.load_profile("privet")
@@ -74,3 +77,10 @@ def queries_of(session: Session, model: nn.Module, units: Iterable[Unit], losses
         if unit:
             session.end_unit()
     return session.finish()
+
+
+def train_without_luck(config: TrainConfig) -> Path:
+    """The folder of a training whose noise is that of every call, and still counts as unpredictable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.urandom", random.Random(3).randbytes)
+        return train(config).out

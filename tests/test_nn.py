@@ -493,3 +493,9 @@ class TestGroupNorm:
     def test_refuses_senseless_groups(self, groups: object) -> None:
         with pytest.raises(ConfigError, match="groups="):
             batchnorm_to_groupnorm(nn.BatchNorm2d(4), groups=groups)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hidden", ["a", [-1], [10**12]])
+def test_options_that_a_network_cannot_be_made_with_are_refused(hidden: object) -> None:
+    with pytest.raises(ConfigError, match=r"Model 'mlp' cannot be made with the options \{'hidden'"):
+        build("mlp", input_shape=(4,), classes=2, hidden=hidden)

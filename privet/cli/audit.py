@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 def _of_run(args: argparse.Namespace) -> Report:
     values = {flag: getattr(args, flag.strip("-").replace("-", "_")) for flag in _FOR_METHODS}
     if given := [flag for flag, value in values.items() if not (value is None or value is False or value == [])]:
-        raise ConfigError(f"{', '.join(given)} belong to --method: a run is audited as it was made.")
+        raise ConfigError(f"{', '.join(given)}: only for --method, as a run is audited as it was made.")
     from ..audit import audit_run  # noqa: PLC0415
 
     return audit_run(args.run, shadows=args.shadows, plot=args.plot, seed=args.seed)

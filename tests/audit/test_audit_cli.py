@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import train_without_luck
 
 import privet.audit
 from privet import Method, PerExample
@@ -16,7 +17,7 @@ from privet.accounting import Mechanism
 from privet.audit import Check, Report, audit_run, randomness, sensitivity
 from privet.audit import run as audit_of_runs
 from privet.cli import main
-from privet.training import TrainConfig, train
+from privet.training import TrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +40,7 @@ def training(folder: Path, **changes: Any) -> Path:
     options: dict[str, Any] = {"sampling": "partition", "batch": 512, "epochs": 3, "lr": 1.0, "noise": 2.0}
     options |= {"model_options": {"hidden": [8]}, "method_options": {"clip": 0.1}, "threads": 1, "delta": 1e-5}
     options |= changes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.urandom", random.Random(3).randbytes)  # a test must not depend on luck
-        return train(TrainConfig(**options, out=str(folder / "run"), ledger=str(folder / "a.ledger"))).out
+    return train_without_luck(TrainConfig(**options, out=str(folder / "run"), ledger=str(folder / "a.ledger")))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import train_without_luck
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -30,7 +31,7 @@ from privet.audit.membership import (
     shadow_confidences,
     stays_below,
 )
-from privet.training import TrainConfig, to_json, train
+from privet.training import TrainConfig, to_json
 
 
 def report(scores: Any, member: Any, mu: float) -> MembershipReport:
@@ -188,8 +189,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
     options: dict[str, Any] = {"sampling": "partition", "batch": 512, "epochs": 8, "lr": 2.0, "noise": 3.0}
     options |= {"model_options": {"hidden": [16]}, "method_options": {"clip": 0.1}, "threads": 1, "delta": 1e-5}
-    options |= {"noise_level": "seeded"}  # a test must not depend on luck
-    return train(TrainConfig(**options, out=str(folder / "run"), ledger=str(folder / "a.ledger"))).out
+    return train_without_luck(TrainConfig(**options, out=str(folder / "run"), ledger=str(folder / "a.ledger")))
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +201,8 @@ def memorised_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "table.csv").write_text("\n".join(["a,b,c,d,e,f,g,h,y", *rows]) + "\n")
     options: dict[str, Any] = {"data": str(folder / "table.csv"), "target": "y", "test_fraction": 0.4, "seed": 3}
     options |= {"sampling": "partition", "batch": 100, "epochs": 150, "noise": 1e-3, "delta": 1e-5, "threads": 1}
-    options |= {"noise_level": "seeded"}
     options |= {"optimizer": "adam", "lr": 0.02, "model_options": {"hidden": [64]}, "method_options": {"clip": 1.0}}
-    return train(TrainConfig(**options, out=str(folder / "run"), ledger=str(folder / "a.ledger"))).out
+    return train_without_luck(TrainConfig(**options, out=str(folder / "run"), ledger=str(folder / "a.ledger")))
 
 
 @pytest.fixture

@@ -59,6 +59,8 @@ def test_what_cannot_be_audited_is_said() -> None:
     x, y = records()
     with pytest.raises(ConfigError, match="two tensors"):
         audit(PerExample(), network(), [(x[0], y[0])])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"TypeError.*loss\(model, inputs, targets\)"):  # and no broken promise
+        audit(PerExample(), network(), (x, y), loss=lambda scores, targets: (scores - targets).square())  # type: ignore[arg-type, misc]
     with pytest.raises(ConfigError, match="noise must be positive"):
         audit(PerExample(), network(), (x, y), noise_multiplier=0)
     with pytest.raises(ConfigError, match="at least 2"):
