@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import NormalDist
@@ -184,8 +185,12 @@ def test_a_statement_that_claims_too_little_gets_no_report(tmp_path: Path) -> No
 
 
 def test_a_seeded_run_protects_nothing_and_says_so_in_red(tmp_path: Path) -> None:
-    html = written(tmp_path, noise_level="seeded", epsilon_is="no guarantee: the noise can be reproduced from a seed")
+    mechanism = replace(GAUSSIAN, seeded=True).to_json()
+    told = {"noise_level": "seeded", "epsilon_is": "no guarantee: the noise can be reproduced from a seed"}
+    planned = {"steps": 10, "epsilon": 2.5}
+    html = written(tmp_path, **told, epsilon="inf", mechanism=mechanism, planned=planned)
     text = words(html)
+    assert "would have cost ε = 2.500" in text
     assert "This run protects nothing." in text and 'class="guarantee alarm"' in html
     assert ".alarm strong{color:var(--alarm)}" in html
     assert "differentially private" not in text and "true positives" not in text and "Trade-off" not in text

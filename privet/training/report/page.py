@@ -84,8 +84,8 @@ def _guarantee(s: Mapping[str, Any]) -> str:
     if s["noise_level"] == "seeded":
         return _alarm(
             "Its noise can be drawn again from a seed, by anyone who knows or guesses it. It is for tests and "
-            "comparisons: do not release the model. (With unpredictable noise it would have been "
-            f"ε = {rounded_up(eps)} at δ = {_power(delta)}, for {escape(_change(s))}.)",
+            "comparisons: do not release the model. (With unpredictable noise, all planned steps would have cost "
+            f"ε = {rounded_up(float(s['planned']['epsilon']))} at δ = {_power(delta)}, for {escape(_change(s))}.)",
             end,
         )
     if not _protects(s):
