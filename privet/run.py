@@ -275,12 +275,15 @@ class Run:
 
     def close(self) -> None:
         """Removes the hooks and closes the ledger; the model is as it was."""
+        self._close(note_end=True)
+
+    def _close(self, *, note_end: bool) -> None:
         if self._closed:
             return
         self._closed = True
         self.session.close()
         self._optimizers.close()
-        if self.finished:
+        if note_end and self.finished:
             self.ledger.finish_run(self.id)
         self._close_ledger()
 
@@ -291,8 +294,8 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, failure: object, *_: object) -> None:
+        self._close(note_end=failure is None)  # what failed after the last step may not have been handed on
 
     # What is asked of all records at once
 

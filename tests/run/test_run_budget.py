@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,16 @@ def test_two_processes_that_go_on_with_one_run_share_its_budget(tmp_path: Path) 
     assert first.epsilon == second.epsilon <= 1 and second.statement()["compositions"] == 4
     first.close()
     second.close()
+
+
+def test_a_run_that_fails_after_its_last_step_is_not_noted_as_finished(tmp_path: Path) -> None:
+    """What it learned may not have been saved: whoever reads the ledger should look for it."""
+    for failing in (False, True):
+        model, path = net(), tmp_path / f"{failing}.ledger"
+        with suppress(OSError), seeded(model, budget=budget(2), ledger=path) as run:
+            train(run, model)
+            if failing:
+                raise OSError("the disk is full")
+        with privet.Ledger(path) as ledger:
+            (record,) = ledger.runs()
+            assert record.steps == 2 and bool(record.finished) is not failing
