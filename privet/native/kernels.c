@@ -16,6 +16,7 @@
 const int64_t privet_version = 4; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#define SEVERAL_KINDS /* of processors of one architecture */
 #define FAST __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FAST
@@ -106,41 +107,69 @@ typedef struct {
     int64_t top, left, padded_height, padded_width;        /* zeros around the input */
 } convolution;
 
-#define LANES 16
+/* Vectors of fixed size: AVX2's, and AVX-512's for the one loop that adds up in all of its registers. GCC keeps those
+   that are too wide for a processor in memory, many times slower. */
+#define LANES 8
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
+#define WIDE 16
+typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4)));
 
-/* sums[t] = Σ over output positions of x[t]·delta, for `taps` neighbours in memory and `kept` of LANES out channels. */
-#define UNROLLED _Pragma("GCC unroll 16") for (int t = 0; t < taps; t++)
-#define SUM_TAPS(count)                                                                                                \
-    do {                                                                                                               \
-        enum { taps = count };                                                                                         \
-        lanes sums[taps];                                                                                              \
-        UNROLLED sums[t] = (lanes){0};                                                                                 \
+/* sums[t] = Σ over output positions of x[t]·delta, for `count` neighbours in memory and `kept` of WIDE out channels,
+   which are one vector or two. */
+#define EACH_TAP _Pragma("GCC unroll 16") for (int t = 0; t < taps; t++)
+#define EACH_PART _Pragma("GCC unroll 2") for (int k = 0; k < parts; k++)
+#define SUM_TAPS(vector, count)                                                                                        \
+    for (; tap + (count) <= run; tap += (count), x += (count), out += (count) * c->out_channels) {                     \
+        enum { taps = count, parts = sizeof(wide) / sizeof(vector) };                                                  \
+        vector sums[taps][parts];                                                                                      \
+        EACH_TAP EACH_PART sums[t][k] = (vector){0};                                                                   \
         for (int64_t y = 0; y < c->out_height; y++) {                                                                  \
             const float *restrict at = x + y * row_step;                                                               \
             for (int64_t z = 0; z < c->out_width; z++, at += column_step) {                                            \
-                const lanes d = *(const lanes *)(delta + (y * c->out_width + z) * depth);                              \
-                UNROLLED sums[t] += at[t] * d;                                                                         \
+                const vector *from = (const vector *)(delta + (y * c->out_width + z) * depth);                         \
+                vector d[parts];                                                                                       \
+                EACH_PART d[k] = from[k];                                                                              \
+                EACH_TAP EACH_PART sums[t][k] += at[t] * d[k];                                                         \
             }                                                                                                          \
         }                                                                                                              \
-        if (kept == LANES)                                                                                             \
-            UNROLLED *(lanes *)(out + t * c->out_channels) = sums[t];                                                  \
+        if (kept == WIDE)                                                                                              \
+            EACH_TAP EACH_PART ((vector *)(out + t * c->out_channels))[k] = sums[t][k];                                \
         else                                                                                                           \
-            UNROLLED memcpy(out + t * c->out_channels, &sums[t], sizeof(float) * (size_t)kept);                        \
-    } while (0)
+            EACH_TAP memcpy(out + t * c->out_channels, sums[t], sizeof(float) * (size_t)kept);                         \
+    }
 
-/* `run` taps that lie beside each other in the frame, times output channels from `first` on. */
+/* `run` taps that lie beside each other in the frame, times up to WIDE output channels. As many taps at a time as have
+   their sums in registers. */
+typedef void sum_of_run(const convolution *c, const float *restrict x, const float *restrict delta, int64_t depth,
+                        int64_t run, int64_t kept, float *restrict out);
+
 FAST static void sum_run(const convolution *c, const float *restrict x, const float *restrict delta, int64_t depth,
                          int64_t run, int64_t kept, float *restrict out)
 {
     const int64_t column_step = c->stride_x * c->channels, row_step = c->stride_y * c->padded_width * c->channels;
     int64_t tap = 0;
-    for (; tap + 16 <= run; tap += 16, x += 16, out += 16 * c->out_channels) SUM_TAPS(16);
-    for (; tap + 8 <= run; tap += 8, x += 8, out += 8 * c->out_channels) SUM_TAPS(8);
-    for (; tap + 4 <= run; tap += 4, x += 4, out += 4 * c->out_channels) SUM_TAPS(4);
-    for (; tap < run; tap++, x++, out += c->out_channels) SUM_TAPS(1);
+    SUM_TAPS(lanes, 4)
+    SUM_TAPS(lanes, 1)
 }
+
+#ifdef SEVERAL_KINDS
+__attribute__((target("arch=x86-64-v4"))) static void sum_run_wide(const convolution *c, const float *restrict x,
+                                                                   const float *restrict delta, int64_t depth,
+                                                                   int64_t run, int64_t kept, float *restrict out)
+{
+    const int64_t column_step = c->stride_x * c->channels, row_step = c->stride_y * c->padded_width * c->channels;
+    int64_t tap = 0;
+    SUM_TAPS(wide, 16)
+    SUM_TAPS(wide, 8)
+    SUM_TAPS(wide, 4)
+    SUM_TAPS(wide, 1)
+}
+
+static sum_of_run *fastest_sum(void) { return __builtin_cpu_supports("x86-64-v4") ? sum_run_wide : sum_run; }
+#else
+static sum_of_run *fastest_sum(void) { return sum_run; }
+#endif
 
 FAST static double sum_of_squares(const float *restrict x, int64_t size)
 {
@@ -154,13 +183,14 @@ FAST static double sum_of_squares(const float *restrict x, int64_t size)
    0, or 1 if there was no memory. */
 int privet_convolution_gradients(const convolution *c, const float *x, const float *delta, float *rows, double *squares)
 {
-    const int64_t depth = (c->out_channels + LANES - 1) / LANES * LANES;
+    const int64_t depth = (c->out_channels + WIDE - 1) / WIDE * WIDE;
     const int64_t frame_size = c->padded_height * c->padded_width * c->channels;
     const int64_t delta_size = c->out_height * c->out_width * depth;
     const int64_t taps = c->kernel_height * c->kernel_width * c->channels, size = taps * c->out_channels;
     const int together = c->dilation_x == 1; /* then a row of the kernel lies in one piece of memory */
     const int64_t run = together ? c->kernel_width * c->channels : c->channels;
     const int64_t pieces = together ? 1 : c->kernel_width;
+    sum_of_run *const sum = fastest_sum();
     int failed = 0;
 #pragma omp parallel
     {
@@ -194,13 +224,13 @@ int privet_convolution_gradients(const convolution *c, const float *x, const flo
                             to[channel] = from[channel * c->d_channel];
                 }
             float *out = rows + n * size;
-            for (int64_t first = 0; first < c->out_channels; first += LANES) {
-                const int64_t left = c->out_channels - first, kept = left < LANES ? left : LANES;
+            for (int64_t first = 0; first < c->out_channels; first += WIDE) {
+                const int64_t left = c->out_channels - first, kept = left < WIDE ? left : WIDE;
                 for (int64_t row = 0; row < c->kernel_height; row++)
                     for (int64_t piece = 0; piece < pieces; piece++)
-                        sum_run(c, frame + (row * c->dilation_y * c->padded_width + piece * c->dilation_x) * c->channels,
-                                flat + first, depth, run, kept,
-                                out + (row * c->kernel_width + piece) * c->channels * c->out_channels + first);
+                        sum(c, frame + (row * c->dilation_y * c->padded_width + piece * c->dilation_x) * c->channels,
+                            flat + first, depth, run, kept,
+                            out + (row * c->kernel_width + piece) * c->channels * c->out_channels + first);
             }
             squares[n] = sum_of_squares(out, size);
         }
