@@ -12,7 +12,7 @@ import torch
 from test_backprop import SETTING, chain, one_step, rows, stepped, sums
 from torch import Tensor, nn
 
-from privet import Backprop
+from privet import Backprop, Refused, native
 from privet.methods.backprop import _SMALL
 from privet.nn.input_clip import InputClip, clip_of
 
@@ -49,6 +49,79 @@ def test_an_input_that_is_not_finite_gets_no_gradient() -> None:
     found = sums(stepped(chosen, Stretched(1.0), rows(6), losses=losses))
     without = sums(stepped(chosen, Stretched(1.0), rows(6)[[0, 1, 3, 4, 5]], losses=lambda m, x: m(x).sum(1)))
     torch.testing.assert_close(found["a.weight"], without["a.weight"], rtol=1e-3, atol=1e-6)
+
+
+SHRINKING: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear": (nn.Linear(9, 4), (5, 9)),
+    "linear without bias": (nn.Linear(9, 4, bias=False), (5, 9)),
+    "linear over positions": (nn.Linear(9, 4), (5, 3, 9)),  # where inputs are scaled all the same
+    "conv1d": (nn.Conv1d(4, 2, 3, stride=2), (5, 4, 11)),
+    "conv2d": (nn.Conv2d(4, 3, 3, stride=2, padding=1), (5, 4, 9, 7)),
+    "conv2d without bias": (nn.Conv2d(4, 2, (1, 3), bias=False), (5, 4, 9, 7)),
+    "conv2d with groups, reflected": (nn.Conv2d(4, 2, 3, groups=2, padding=1, padding_mode="reflect"), (5, 4, 9, 7)),
+    "conv3d": (nn.Conv3d(2, 1, 2), (5, 2, 4, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("norm", ["patch", "frobenius", "input"])
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("name", SHRINKING)
+def test_where_outputs_are_smaller_they_are_scaled_in_place_of_inputs(
+    name: str, built: bool, norm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is that of the clip module, which exports and inference run, and so are the sums."""
+    if not built:
+        monkeypatch.setattr(native, "library", None)
+    layer, shape = SHRINKING[name]
+    model = nn.Sequential(copy.deepcopy(layer))
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.logspace(-2, 2, len(torch.empty(shape))).view(-1, *[1] * (len(shape) - 1))
+    session = Backprop(input_clip=0.7, gradient_clip=0.1, norm=norm).open(model, SETTING)
+
+    def step(scaled: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        with monkeypatch.context() as patch:
+            if not scaled:
+                patch.setattr(type(session._layers["0"].rule), "shrinks", lambda *_: False)
+            session.begin()
+            with session.listening():
+                output = model(x)
+            assert (session._clipped == {}) and (output.grad_fn is not None)
+            session.add(output.flatten(1).square().sum(1))
+            return output.detach().clone(), {q.name: q.total.clone() for q in session.finish()}
+
+    assert session._layers["0"].rule.shrinks(model[0], x) == (name != "linear over positions")
+    (output, found), (expected, sums_of_copies) = step(True), step(False)
+    session.close()
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=1e-4, atol=1e-5)
+    for query, total in found.items():
+        torch.testing.assert_close(total, sums_of_copies[query], rtol=1e-3, atol=1e-6)
+
+
+def test_an_input_that_a_hook_writes_to_after_it_was_measured_is_refused() -> None:
+    def grow(_layer: nn.Module, args: tuple[Tensor]) -> None:
+        args[0].mul_(100)
+
+    for layer in (nn.Linear(9, 4), nn.Linear(4, 9)):  # where the output is scaled, and where the input is
+        session = Backprop().open(nn.Sequential(layer), SETTING)
+        handle = layer.register_forward_pre_hook(grow)
+        with session.listening(), pytest.raises(Refused, match="not what its input clip gave"):
+            layer(torch.randn(3, layer.in_features))
+        handle.remove()
+        session.close()
+
+
+def test_hooks_that_come_first_see_the_output_of_the_clipped_input() -> None:
+    seen = []
+    layer = nn.Linear(9, 4)
+    session = Backprop().open(nn.Sequential(layer), SETTING)
+    layer.register_forward_hook(lambda _layer, _args, output: seen.append(output.detach().clone()), prepend=True)
+    x = 10 * torch.randn(3, 9)
+    with session.listening():
+        layer(x)
+    session.close()
+    torch.testing.assert_close(seen[0], layer(x).detach(), rtol=1e-4, atol=1e-5)
 
 
 def kept_inputs(output: Tensor) -> list[int]:

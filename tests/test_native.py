@@ -233,7 +233,7 @@ def test_clips_by_the_longest_patch(
     (z, factors), (twin, expected) = both_ways(lambda: clip.clip(x))
     torch.testing.assert_close(factors, expected, rtol=1e-4, atol=0)
     torch.testing.assert_close(z, twin, rtol=1e-4, atol=1e-30)
-    assert z.stride() == x.stride()
+    assert z.stride() == x.stride() and torch.equal(clip.measure(x), factors)
     lengths = clip.squared_norms(z.double()).sqrt()
     assert (lengths <= 0.7).all() and (lengths[(factors < 1) & (factors > 0)] > 0.699).all()
 
@@ -277,6 +277,66 @@ def test_clips_of_rows(records: int, size: int, folded: bool, seed: int) -> None
     torch.testing.assert_close(factors, twin_factors, rtol=1e-4, atol=0)
     torch.testing.assert_close(z, expected, rtol=1e-4, atol=1e-30)
     assert (z.double().norm(dim=1) <= 0.7).all()
+    assert torch.equal(clip.measure(x), factors)
+
+
+@built
+@settings(max_examples=60, deadline=None)
+@given(convolutions(), st.booleans(), st.booleans(), seeds)
+def test_outputs_are_scaled_around_the_bias(
+    drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, flat: bool, seed: int
+) -> None:
+    layer: Any = nn.Conv2d(**drawn[0])
+    y = laid_out(rand(*layer(torch.zeros(drawn[1])).shape, seed=seed), channels_last)
+    if flat:
+        y = y.flatten(1)
+        layer = nn.Linear(2, y.shape[1], bias=layer.bias is not None)
+    factors = torch.where(torch.rand(len(y)) < 0.3, 1.0, torch.rand(len(y)))
+
+    def scaled() -> Tensor:
+        out = y.clone()
+        BOUNDS[type(layer)].scale_output(layer, out, factors)
+        return out
+
+    fast, twin = both_ways(scaled)
+    torch.testing.assert_close(fast, twin, rtol=1e-5, atol=1e-6)
+    ones = [1] * (y.dim() - 2)
+    center = torch.zeros(y.shape[1]) if layer.bias is None else layer.bias.detach()
+    shaped, around = factors.view(-1, 1, *ones), center.view(-1, *ones)
+    torch.testing.assert_close(fast, around + shaped * (y - around), rtol=1e-5, atol=1e-6)
+    assert torch.equal(fast[factors == 1], y[factors == 1])
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_default_dtype_is_none_of_their_business(dtype: torch.dtype) -> None:
+    """C writes float32 wherever it is told to: memory of another kind would be misread, or too short."""
+    x, image, delta, ones = rand(5, 7, seed=0), 10 * rand(3, 2, 6, 6, seed=1), rand(5, 4, seed=2), torch.ones(5)
+    conv, linear, of_rows = nn.Conv2d(2, 3, 3), nn.Linear(1, 4), InputClip(0.7)
+    of_patches, upstream = InputClip.before(conv, 0.7, "patch"), rand(3, 3, 4, 4, seed=3)
+
+    def every() -> list[Tensor]:
+        rows, gradients = torch.empty_like(delta), upstream.new_empty(3, 54)
+        clipped = [
+            BOUNDS[nn.Conv2d].clip(conv, image, upstream, "patch", 0.3, None),
+            BOUNDS[nn.Linear].clip(linear, x, delta, "patch", 0.3, None),
+        ]
+        return [
+            *of_rows.clip(x), of_rows.measure(x), *of_patches.clip(image), of_patches.measure(image),
+            *[part for c in clipped for part in (c.delta, c.factors, c.sums) if part is not None],
+            native.weight_rows(delta, ones, rows), rows,
+            native.ternary_counts(delta, x, 0.1), native.ternary_sum(delta, x, ones, 0.1),
+            native.convolution_gradients(conv, image, [(0, 0), (0, 0)], upstream, gradients), gradients,
+        ]  # fmt: skip
+
+    expected = every()
+    torch.set_default_dtype(dtype)
+    try:
+        found = every()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def laid_out(x: Tensor, channels_last: bool) -> Tensor:

@@ -13,7 +13,9 @@ the second factor of `patch`; for `frobenius`, the norm of δ is taken to be max
 
 Both are linear in z as in δ. So where z is an input x times a factor f of its record, f may be put on δ instead: the
 gradient of the weight is Σ_t (f·δ_t) P_t(x)ᵀ, and what goes on to x is the layer's own backward pass of f·δ. Then z is
-not kept, and the backward pass of the input clip costs nothing. Only the bias takes δ without f.
+not kept, and the backward pass of the input clip costs nothing. Only the bias takes δ without f. Where the output is
+smaller than the input, z need not even be made: the layer gets x, and its output y becomes b + f·(y − b). What one
+record adds hangs on f and δ alone, not on how the output came about.
 
 Embedding and normalisation layers have few numbers per record: their gradient is measured itself.
 """
@@ -24,13 +26,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import native
-from ..nn.input_clip import LONG, NORMS, Norm, by_blocks
+from ..nn.input_clip import LONG, NORMS, Norm, Window, by_blocks
 from .conv import Conv, explicit_padding, weight_gradient
 from .per_record import RULES
 
@@ -83,6 +85,14 @@ class Bounded(ABC):
     folds: ClassVar[bool] = False
     """Whether an input's factor may be put on δ instead (this file's head): `add_clipped` then gets the input as it was
     before its clip."""
+
+    def shrinks(self, layer: Any, x: Tensor) -> bool:
+        """Whether the output is smaller than this input, so that an input's factors are better put on it."""
+        return False
+
+    def scale_output(self, layer: Any, output: Tensor, factors: Tensor) -> None:
+        """Makes the output of a layer that `shrinks`, in place, what it would be for inputs times these factors."""
+        raise NotImplementedError
 
     @abstractmethod
     def upstream_norms(self, layer: Any, z: Tensor, delta: Tensor, norm: Norm) -> Tensor:
@@ -137,6 +147,16 @@ class _Affine(Bounded):
     def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
         raise NotImplementedError
 
+    @torch.no_grad()
+    def scale_output(self, layer: Any, output: Tensor, factors: Tensor) -> None:
+        bias = layer.bias
+        if native.serves(output) and (native.dense(output) or (output.dim() == 2 and output.is_contiguous())):
+            native.scale_outputs(output, factors, bias)
+            return
+        ones = [1] * (output.dim() - 2)
+        shaped = factors.view(-1, 1, *ones)
+        output.copy_(output * shaped + (0 if bias is None else (1 - shaped) * bias.view(-1, *ones)))
+
     def bounds(self, layer: Any, input_clip: float, gradient_clip: float) -> Mapping[tuple[str, ...], float]:
         return {("weight",): input_clip * gradient_clip, ("bias",): gradient_clip}
 
@@ -162,12 +182,16 @@ class LinearBound(_Affine):
     def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
         return delta.dim() - 1, list(range(1, delta.dim() - 1))
 
+    def shrinks(self, layer: nn.Linear, x: Tensor) -> bool:
+        return x.dim() == 2 and layer.out_features < layer.in_features
+
     def clip(
         self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None
     ) -> Clipped:
         if delta.dim() != 2 or not native.serves(delta):
             return super().clip(layer, z, delta, norm, clip, input_factors)
-        scaled, factors = native.clip_rows(delta, clip * MARGIN, input_factors)
+        scaled = delta.new_empty(delta.shape)
+        factors = native.clip_rows(delta, clip * MARGIN, also=input_factors, out=scaled)
         return Clipped(scaled, factors, input_factors)
 
     def add(self, layer: nn.Linear, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
@@ -188,6 +212,10 @@ class ConvBound(_Affine):
 
     def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
         return 1, list(range(2, delta.dim()))
+
+    def shrinks(self, layer: Conv, x: Tensor) -> bool:
+        window = cast(Window, Window.of(layer))
+        return len(x) * layer.out_channels * math.prod(window.positions(x.shape[2:])) < x.numel()
 
     def clip(
         self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None

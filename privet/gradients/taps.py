@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import _global_forward_hooks
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -141,6 +142,8 @@ class Taps(ABC):
         """Bytes that passed through tapped layers since it was last set to zero."""
         self._scratch = Scratch()
         self._handles: list[RemovableHandle] = []
+        self._first: dict[str, int] = {}
+        """By layer, the hook that taps its output."""
         for unit in self.units:
             self._handles += self._watch(unit)
 
@@ -153,7 +156,10 @@ class Taps(ABC):
         """
 
     def enter(self, unit: Unit, inputs: Sequence[Tensor], output: Any) -> Sequence[Tensor]:
-        """A layer was called with these inputs and is about to be tapped: what `take` will need of them."""
+        """A layer was called with these inputs and is about to be tapped: what `take` will need of them.
+
+        The output of a layer with a rule is fresh, and may be written to.
+        """
         return inputs
 
     @property
@@ -241,22 +247,27 @@ class Taps(ABC):
                 return None
             return self._tap(unit, args, kwargs, output)
 
-        return [
-            unit.layer.register_forward_pre_hook(before, with_kwargs=True),
-            unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True),
-        ]
+        seen = unit.layer.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True)
+        self._first[unit.name] = seen.id
+        return [unit.layer.register_forward_pre_hook(before, with_kwargs=True), seen]
+
+    def is_first_to_see(self, unit: Unit) -> bool:
+        """Whether the output that is tapped is the layer's own: no other hook sees it before, nor is it patched."""
+        layer = unit.layer
+        first = next(iter(layer._forward_hooks), None)
+        return first == self._first[unit.name] and not _global_forward_hooks and "forward" not in layer.__dict__
 
     def _tap(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
         if type(unit.layer) in self._known:
-            call, inputs, outputs = None, [args[0] if args else kwargs["input"]], [_not_a_view(output)]
-            shapes = [output.shape]
+            call = None
+            kept = self.enter(unit, [args[0] if args else kwargs["input"]], output)
+            outputs, shapes = [_not_a_view(output)], [output.shape]
         else:
             call = Call.of(args, kwargs)
-            inputs = call.tensors(args, kwargs)
+            kept = self.enter(unit, call.tensors(args, kwargs), output)
             # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
             outputs = [x.clone() for x in float_outputs(output)]
             shapes = [x.shape for x in outputs]
-        kept = self.enter(unit, inputs, output)
         self.bytes_seen += sum(x.numel() * x.element_size() for x in (*kept, *outputs))
         if not outputs:
             raise Refused(

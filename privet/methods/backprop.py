@@ -277,12 +277,14 @@ class _BackpropSession(Session):
         if layer is None or layer.clip is None:
             return [z]
         clipped = self._clipped.pop(unit.name, None)
-        if clipped is None or clipped.output is not z:
+        if clipped is None or clipped.output is not z or clipped.changed():
             raise Refused(
                 f"The input of layer {unit.described} is not what its input clip gave: a hook of the layer changes it, "
                 "or the clip was replaced. Change the input before the layer is called."
             )
-        if layer.rule.folds:
+        if clipped.scales_output:
+            layer.rule.scale_output(unit.layer, output, clipped.factors)
+        elif layer.rule.folds:
             _keep(clipped.whole.detach(), z, getattr(output, "grad_fn", None))
         return [clipped.whole, clipped.factors]
 
@@ -400,10 +402,17 @@ class _BackpropSession(Session):
             layer.input_clip, layer.norm, Window.of(layer.unit.layer),
         ):  # fmt: skip
             raise Refused(f"The input clip of layer {layer.unit.described} was changed in the middle of a step.")
-        z, factors = clip.clip(x.detach())
-        make = _ClippedInput.folded if layer.rule.folds else _ClippedInput.multiplied
-        self._clipped[name] = make(x, z, factors)
+        self._clipped[name] = self._clip(layer, clip, x)
         return self._clipped[name].output
+
+    def _clip(self, layer: _Layer, clip: InputClip, x: Tensor) -> _ClippedInput:
+        rule, unit = layer.rule, layer.unit
+        if rule.folds and rule.shrinks(unit.layer, x) and self.taps.is_first_to_see(unit) and x.dtype == torch.float32:
+            factors = clip.measure(x.detach())
+            if not bool((factors < _SMALL).any()):
+                return _ClippedInput(x, x, factors, scales_output=True)
+        z, factors = clip.clip(x.detach())
+        return (_ClippedInput.folded if rule.folds else _ClippedInput.multiplied)(x, z, factors)
 
     def _see(self, layer: str, what: str, norm: Norm, norms: Tensor) -> None:
         found = self._seen.setdefault((layer, what, norm), [])
@@ -478,6 +487,19 @@ class _ClippedInput:
     whole: Tensor
     """What the tap keeps: where the factors are folded, the input as it was, which is in memory anyway."""
     factors: Tensor
+    scales_output: bool = False
+    """Whether the layer gets the input as it was, and its output is to be made what a clipped one would have given."""
+    versions: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", self._versions())
+
+    def _versions(self) -> tuple[int, int]:
+        return self.output._version, self.whole._version
+
+    def changed(self) -> bool:
+        """Whether the input, or what became of it, was written to since it was measured."""
+        return self._versions() != self.versions
 
     @classmethod
     def folded(cls, x: Tensor, z: Tensor, factors: Tensor) -> _ClippedInput:

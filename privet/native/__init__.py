@@ -7,6 +7,7 @@ used wherever `serves` says no, which gives the same numbers but for the order i
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 4
+_VERSION = 5
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_ternary_counts": (None, "ppiiifp"),
     "privet_ternary_sum": (None, "pppiiifp"),
     "privet_convolution_gradients": (ctypes.c_int, "ppppp"),
     "privet_clip_rows": (None, "piidppp"),
+    "privet_scale_outputs": (None, "piiiipp"),
     "privet_weight_rows": (ctypes.c_int, "piippp"),
     "privet_clip_patches": (ctypes.c_int, "ppdpp"),
     "privet_clip_gradients": (ctypes.c_int, "piiiidpppp"),
@@ -67,7 +69,7 @@ def _c() -> Any:
 def ternary_counts(delta: Tensor, z: Tensor, tau: float) -> Tensor:
     """How many entries of δ_n z_nᵀ are larger than τ in size, for each record n; not a number if one is not finite."""
     delta, z = delta.contiguous(), z.contiguous()
-    counts = torch.zeros(len(z), dtype=torch.float64)
+    counts = z.new_zeros(len(z), dtype=torch.float64)
     _c().privet_ternary_counts(
         delta.data_ptr(), z.data_ptr(), len(z), delta.shape[1], z.shape[1], tau, counts.data_ptr()
     )
@@ -77,7 +79,7 @@ def ternary_counts(delta: Tensor, z: Tensor, tau: float) -> Tensor:
 def ternary_sum(delta: Tensor, z: Tensor, weights: Tensor, tau: float) -> Tensor:
     """Σ_n weights[n]·t(δ_n z_nᵀ): t is the sign of the entries that `ternary_counts` counts, and 0 of the others."""
     delta, z, weights = delta.contiguous(), z.contiguous(), weights.float().contiguous()
-    total = torch.zeros(delta.shape[1], z.shape[1])
+    total = z.new_zeros(delta.shape[1], z.shape[1])
     _c().privet_ternary_sum(
         delta.data_ptr(), z.data_ptr(), weights.data_ptr(), len(z), delta.shape[1], z.shape[1], tau, total.data_ptr()
     )
@@ -108,12 +110,16 @@ def convolution_gradients(
         top, left, *framed,
     )  # fmt: skip
     described = (ctypes.c_int64 * len(sizes))(*sizes)
-    squares = torch.empty(records, dtype=torch.float64)
+    squares = z.new_empty(records, dtype=torch.float64)
     failed = _c().privet_convolution_gradients(
         ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr()
     )
     _check(failed)
     return squares
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _check(failed: int) -> None:
@@ -126,18 +132,27 @@ def dense(x: Tensor) -> bool:
     return x.dim() == 4 and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
 
 
-def clip_rows(x: Tensor, target: float, also: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(records, size): each row times the factor that makes it at most `target` long, and times `also`; the factors.
+def clip_rows(x: Tensor, target: float, *, also: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """(records, size): the factor of each row that makes it at most `target` long.
 
-    A row whose length is not finite becomes zero, as its factor.
+    Rows times their factors, and times `also`, are written to `out` (contiguous). A row whose length is not finite
+    becomes zero, as its factor.
     """
-    x = x.contiguous()
-    out, factors = torch.empty_like(x), torch.empty(len(x))
+    x, factors = x.contiguous(), x.new_empty(len(x))
     also = None if also is None else also.float().contiguous()
-    _c().privet_clip_rows(
-        x.data_ptr(), *x.shape, target, 0 if also is None else also.data_ptr(), out.data_ptr(), factors.data_ptr()
+    _c().privet_clip_rows(x.data_ptr(), *x.shape, target, _address(also), _address(out), factors.data_ptr())
+    return factors
+
+
+def scale_outputs(y: Tensor, factors: Tensor, bias: Tensor | None) -> None:
+    """y[n] ← bias + factors[n]·(y[n] − bias), in place; y is (records, channels), contiguous, or `dense`."""
+    records, channels, *axes = y.shape
+    if factors.shape != (records,) or (bias is not None and bias.shape != (channels,)):
+        raise ValueError(f"{tuple(factors.shape)} factors and a bias do not go with outputs of {tuple(y.shape)}.")
+    factors, bias = factors.contiguous(), None if bias is None else bias.contiguous()
+    _c().privet_scale_outputs(
+        y.data_ptr(), records, channels, math.prod(axes), not y.is_contiguous(), factors.data_ptr(), _address(bias)
     )
-    return out, factors
 
 
 def weight_rows(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
@@ -145,7 +160,7 @@ def weight_rows(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     x, weights = x.contiguous(), weights.float().contiguous()
     if x.dim() != 2 or out.shape != x.shape or not out.is_contiguous() or weights.shape != x.shape[:1]:
         raise ValueError(f"{tuple(weights.shape)} weights do not go with {tuple(x.shape)} and {tuple(out.shape)}.")
-    total = torch.zeros(x.shape[1], dtype=torch.float64)
+    total = x.new_zeros(x.shape[1], dtype=torch.float64)
     _check(_c().privet_weight_rows(x.data_ptr(), *x.shape, weights.data_ptr(), out.data_ptr(), total.data_ptr()))
     return total.float()
 
@@ -157,21 +172,22 @@ def clip_patches(
     stride: Sequence[int],
     dilation: Sequence[int],
     padding: Sequence[tuple[int, int]],
-) -> tuple[Tensor, Tensor]:
-    """`dense` records, each times the factor that makes its longest patch at most `target` long; the factors.
+    out: Tensor | None = None,
+) -> Tensor:
+    """`dense` records: the factor of each that makes its longest patch at most `target` long.
 
-    Zeros are around the records. What is not finite, as in `clip_rows`.
+    Zeros are around the records. What is not finite, and what is written to `out` (laid out as x), as in `clip_rows`.
     """
     axes = zip(x.shape[2:], kernel, stride, dilation, padding, strict=True)
     positions = [(n + before + after - d * (k - 1) - 1) // s + 1 for n, k, s, d, (before, after) in axes]
     last = not x.is_contiguous()
     sizes = (*x.shape, last, *kernel, *stride, *dilation, padding[0][0], padding[1][0], *positions)
     described = (ctypes.c_int64 * len(sizes))(*sizes)
-    out, factors = torch.empty_like(x), torch.empty(len(x))
+    factors = x.new_empty(len(x))
     _check(
-        _c().privet_clip_patches(ctypes.addressof(described), x.data_ptr(), target, out.data_ptr(), factors.data_ptr())
+        _c().privet_clip_patches(ctypes.addressof(described), x.data_ptr(), target, _address(out), factors.data_ptr())
     )
-    return out, factors
+    return factors
 
 
 def clip_gradients(delta: Tensor, target: float, also: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,11 +196,11 @@ def clip_gradients(delta: Tensor, target: float, also: Tensor | None = None) -> 
     Then the factors, and Σ_t δ_t times the factors alone. What is not finite, as in `clip_rows`.
     """
     records, channels, height, width = delta.shape
-    out, factors, sums = torch.empty_like(delta), torch.empty(records), torch.empty(records, channels)
+    out, factors, sums = torch.empty_like(delta), delta.new_empty(records), delta.new_empty(records, channels)
     also = None if also is None else also.float().contiguous()
     failed = _c().privet_clip_gradients(
         delta.data_ptr(), records, channels, height * width, not delta.is_contiguous(), target,
-        0 if also is None else also.data_ptr(), out.data_ptr(), factors.data_ptr(), sums.data_ptr(),
+        _address(also), out.data_ptr(), factors.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     _check(failed)
     return out, factors, sums

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 4; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 5; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -273,14 +273,47 @@ FAST static double squared_length(const float *restrict x, int64_t size)
     return square;
 }
 
-/* Rows of `size` numbers, each at most `target` long: out[n] = x[n]·factors[n]·also[n], where `also` may be NULL. */
+/* Rows of `size` numbers, each at most `target` long: out[n] = x[n]·factors[n]·also[n], where `also` may be NULL.
+   Without `out`, only the factors. */
 void privet_clip_rows(const float *x, int64_t records, int64_t size, double target, const float *also, float *out,
                       float *factors)
 {
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < records; n++) {
         factors[n] = factor_of(squared_length(x + n * size, size), target);
-        scale(x + n * size, size, also ? factors[n] * also[n] : factors[n], out + n * size);
+        if (out) scale(x + n * size, size, also ? factors[n] * also[n] : factors[n], out + n * size);
+    }
+}
+
+FAST static void scale_around(float *restrict y, int64_t size, float factor, const float *restrict center)
+{
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) y[i] = factor * y[i] + (1 - factor) * center[i];
+}
+
+FAST static void scale_around_one(float *restrict y, int64_t size, float factor, float center)
+{
+    const float rest = (1 - factor) * center;
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) y[i] = factor * y[i] + rest;
+}
+
+/* y[n] = bias + factors[n]·(y[n] - bias), the bias being one number for each channel; it may be NULL, for zeros. */
+void privet_scale_outputs(float *y, int64_t records, int64_t channels, int64_t positions, int64_t channels_last,
+                          const float *factors, const float *bias)
+{
+    const int64_t size = channels * positions;
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < records; n++) {
+        float *own = y + n * size;
+        if (factors[n] == 1) continue;
+        if (!bias)
+            scale_around_one(own, size, factors[n], 0);
+        else if (channels_last || positions == 1)
+            for (int64_t p = 0; p < positions; p++) scale_around(own + p * channels, channels, factors[n], bias);
+        else
+            for (int64_t c = 0; c < channels; c++)
+                scale_around_one(own + c * positions, positions, factors[n], bias[c]);
     }
 }
 
@@ -372,7 +405,8 @@ FAST static void largest_patches(const window *w, const lanes *restrict energy, 
     *(lanes *)largest = best + spoiled;
 }
 
-/* out[n] = x[n]·factors[n], so that no patch is longer than `target`. 0, or 1 if there was no memory. */
+/* out[n] = x[n]·factors[n], so that no patch is longer than `target`; without `out`, only the factors. 0, or 1 if
+   there was no memory. */
 int privet_clip_patches(const window *w, const float *x, double target, float *out, float *factors)
 {
     const int64_t positions = w->height * w->width, size = w->channels * positions;
@@ -396,7 +430,7 @@ int privet_clip_patches(const window *w, const float *x, double target, float *o
             largest_patches(w, energy, bands, largest);
             for (int64_t i = 0; i < count; i++) {
                 factors[first + i] = factor_of(largest[i], target);
-                scale(x + (first + i) * size, size, factors[first + i], out + (first + i) * size);
+                if (out) scale(x + (first + i) * size, size, factors[first + i], out + (first + i) * size);
             }
         }
         free(energy);

@@ -59,6 +59,13 @@ class Window:
             mode=layer.padding_mode,
         )
 
+    def positions(self, shape: Sequence[int]) -> list[int]:
+        """How many patches there are along each axis of an input of this shape."""
+        axes = len(self.kernel)
+        framed = [n + sum(self.padding[2 * (axes - 1 - i) : 2 * (axes - i)]) for i, n in enumerate(shape)]
+        along = zip(framed, self.kernel, self.stride, self.dilation, strict=True)
+        return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in along]
+
     def patches(self, energy: Tensor) -> Tensor:
         """‖P_t‖² of every patch, group by group, from the squares added up over the channels of each group.
 
@@ -215,16 +222,32 @@ class InputClip(nn.Module):
     @torch.no_grad()
     def clip(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What becomes of the records, and the factor of each: 0 for one that is not finite."""
-        target, window = _MARGIN * float(self.bound), self.window
-        if native.serves(x) and window is None and x.dim() == 2:
-            return native.clip_rows(x, target)
-        if native.serves(x) and native.dense(x) and window is not None and self._patches_are_short(x, window):
-            left, right, top, bottom = window.padding
-            return native.clip_patches(
-                x, target, window.kernel, window.stride, window.dilation, [(top, bottom), (left, right)]
-            )
+        if self._is_a_loop_in_c(x):
+            z = torch.empty_like(x) if native.dense(x) else x.new_empty(x.shape)
+            return z, self._by_loop(x, z)
         factors = self._factors(x)
         return self._scaled(x, factors), factors.flatten()
+
+    @torch.no_grad()
+    def measure(self, x: Tensor) -> Tensor:
+        """The factors of `clip`."""
+        return self._by_loop(x, None) if self._is_a_loop_in_c(x) else self._factors(x).flatten()
+
+    def _is_a_loop_in_c(self, x: Tensor) -> bool:
+        if not native.serves(x):
+            return False
+        if self.window is None:
+            return x.dim() == 2
+        return native.dense(x) and self._patches_are_short(x, self.window)
+
+    def _by_loop(self, x: Tensor, out: Tensor | None) -> Tensor:
+        target, window = _MARGIN * float(self.bound), self.window
+        if window is None:
+            return native.clip_rows(x, target, out=out)
+        left, right, top, bottom = window.padding
+        return native.clip_patches(
+            x, target, window.kernel, window.stride, window.dilation, [(top, bottom), (left, right)], out
+        )
 
     def _patches_are_short(self, x: Tensor, window: Window) -> bool:
         return (
