@@ -22,7 +22,7 @@ class Buffers:
             for name in {**held, **layer._buffers}:
                 buffer = held.get(name)
                 same = layer._buffers.get(name) is buffer
-                if buffer is not None and not torch.equal(_bits(buffer), _bits(self._values[id(buffer)])):
+                if buffer is not None and not _same_bits(buffer, self._values[id(buffer)]):
                     buffer.copy_(self._values[id(buffer)])
                     same = False
                 if not same:
@@ -57,6 +57,14 @@ class Parameters:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.numel() == 1 and one.dtype in (torch.float32, torch.float64) and one.item() == other.item() != 0:
+        return True  # as nearly all buffers of input clips; numbers other than 0 are equal in one way only
+    return torch.equal(_bits(one), _bits(other))
 
 
 def _sum_of_bits(tensor: Tensor) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,20 @@ from privet.training import TrainConfig, train
 
 settings.register_profile("privet", deadline=None, derandomize=True, database=None, max_examples=25)
 settings.load_profile("privet")
+
+_BF16 = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+
+
+def _bf16_is_fatal() -> bool:
+    """Some virtual machines announce AMX and do not let it run: there every larger product in bf16 ends PyTorch."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists() or "amx_tile" not in info.read_text():
+        return False
+    return subprocess.run([sys.executable, "-c", _BF16], capture_output=True, check=False).returncode != 0
+
+
+if "ONEDNN_MAX_CPU_ISA" not in os.environ and _bf16_is_fatal():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # read at the first product, here and in child processes
 
 
 @pytest.fixture(autouse=True)

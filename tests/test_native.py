@@ -272,6 +272,8 @@ def test_clips_of_rows(records: int, size: int, folded: bool, seed: int) -> None
     found, twin = both_ways(lambda: rule.clip(nn.Linear(1, size), x, x, "patch", 0.3, also))
     torch.testing.assert_close(found.factors, twin.factors, rtol=1e-4, atol=0)
     torch.testing.assert_close(found.delta, twin.delta, rtol=1e-4, atol=1e-30)
+    plain = torch.where(found.factors.unsqueeze(1) > 0, x.double() * found.factors.unsqueeze(1), 0)
+    torch.testing.assert_close(found.sums, plain.sum(0, keepdim=True), rtol=1e-5, atol=1e-6)
     clip = InputClip(0.7)
     (z, factors), (expected, twin_factors) = both_ways(lambda: clip.clip(x.mT.contiguous().mT))
     torch.testing.assert_close(factors, twin_factors, rtol=1e-4, atol=0)

@@ -14,7 +14,7 @@ the second factor of `patch`; for `frobenius`, the norm of δ is taken to be max
 Both are linear in z as in δ. So where z is an input x times a factor f of its record, f may be put on δ instead: the
 gradient of the weight is Σ_t (f·δ_t) P_t(x)ᵀ, and what goes on to x is the layer's own backward pass of f·δ. Then z is
 not kept, and the backward pass of the input clip costs nothing. Only the bias takes δ without f. Where the output is
-smaller than the input, z need not even be made: the layer gets x, and its output y becomes b + f·(y − b). What one
+no larger than the input, z need not even be made: the layer gets x, and its output y becomes b + f·(y − b). What one
 record adds hangs on f and δ alone, not on how the output came about.
 
 Embedding and normalisation layers have few numbers per record: their gradient is measured itself.
@@ -68,7 +68,7 @@ class Clipped:
     input_factors: Tensor | None = None
     """The input clip's, if they are in `delta`; positive."""
     sums: Tensor | None = None
-    """Σ_t δ_t times `factors` alone, (records, channels), where they came for free."""
+    """Σ_t δ_t times `factors` alone, where they came for free: (records, channels), or one row for all records."""
 
 
 class Bounded(ABC):
@@ -87,7 +87,7 @@ class Bounded(ABC):
     before its clip."""
 
     def shrinks(self, layer: Any, x: Tensor) -> bool:
-        """Whether the output is smaller than this input, so that an input's factors are better put on it."""
+        """Whether the output is no larger than this input, so that an input's factors are better put on it."""
         return False
 
     def scale_output(self, layer: Any, output: Tensor, factors: Tensor) -> None:
@@ -183,16 +183,18 @@ class LinearBound(_Affine):
         return delta.dim() - 1, list(range(1, delta.dim() - 1))
 
     def shrinks(self, layer: nn.Linear, x: Tensor) -> bool:
-        return x.dim() == 2 and layer.out_features < layer.in_features
+        return x.dim() == 2 and layer.out_features <= layer.in_features
 
     def clip(
         self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None
     ) -> Clipped:
         if delta.dim() != 2 or not native.serves(delta):
             return super().clip(layer, z, delta, norm, clip, input_factors)
-        scaled = delta.new_empty(delta.shape)
-        factors = native.clip_rows(delta, clip * MARGIN, also=input_factors, out=scaled)
-        return Clipped(scaled, factors, input_factors)
+        scaled, sums = delta.new_empty(delta.shape), None
+        if layer.bias is not None:
+            sums = delta.new_zeros(1, delta.shape[1], dtype=torch.float64)
+        factors = native.clip_rows(delta, clip * MARGIN, also=input_factors, out=scaled, total=sums)
+        return Clipped(scaled, factors, input_factors, sums)
 
     def add(self, layer: nn.Linear, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:
         rows = delta.flatten(0, -2)

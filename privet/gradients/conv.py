@@ -39,6 +39,10 @@ _SMALL_PATCH = 64
 _MOST_TAPS = 256
 """Up to how many numbers of a patch the loop in C is faster than copying patches and a matrix product (measured)."""
 
+_FEW_WEIGHTS = 2**14
+"""Up to how many weights of a convolution with a stride the loop in C is faster than PyTorch at the gradient of its
+input (measured): they stay in a core's own cache."""
+
 _WORTH_STRIPS = 64
 """From how many output positions on fewer copies are worth more matrix products (measured)."""
 
@@ -221,6 +225,26 @@ def weight_gradient(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delt
         [0] * len(space), layer.groups, [False, True, False],
     )  # fmt: skip
     return cast(Tensor, gradient)
+
+
+def is_faster_backwards(layer: nn.Module) -> bool:
+    """Whether `input_gradient` may be faster than PyTorch for this layer: one with a stride and few weights."""
+    return (
+        type(layer) is nn.Conv2d
+        and max(layer.stride) > 1
+        and max(layer.dilation) == layer.groups == 1
+        and layer.padding_mode == "zeros"
+        and layer.weight.numel() <= _FEW_WEIGHTS
+    )
+
+
+def input_gradient(layer: nn.Module, x: Tensor, delta: Tensor) -> Tensor | None:
+    """What a layer that `is_faster_backwards` passes on to an input like x; None if it is not, here."""
+    conv, last = cast(nn.Conv2d, layer), torch.channels_last
+    if not (x.is_contiguous(memory_format=last) and native.serves(x, delta, conv.weight)):
+        return None
+    padding = explicit_padding(conv, x)[1]
+    return native.convolution_inputs(conv, x, padding, delta.contiguous(memory_format=last))
 
 
 class _Ghost(PerRecord):

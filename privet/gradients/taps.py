@@ -3,7 +3,9 @@
 While listening, each layer that owns parameters is run with those parameters set not to require a gradient, so that
 autograd plans no weight gradients, and its output goes through a `_Tap`: an identity whose backward pass sees the
 layer's input z and the gradient δ at its output at the same time and hands both on. What is made of them is up to
-subclasses of `Taps`. Nothing is wrapped or patched: all of it is forward hooks that `close` removes.
+subclasses of `Taps`. Where Privet is faster than PyTorch at what the layer passes on to its input, the tap gives it to
+that input itself, past the layer's own backward pass. Nothing is wrapped or patched: all of it is forward hooks that
+`close` removes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
 from ..precision import full_precision
+from .conv import input_gradient, is_faster_backwards
 from .fallback import Call, carries_gradient, float_outputs, record_axes
 from .scratch import Scratch, using
 
@@ -100,7 +103,8 @@ class _Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, anchor: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, use: Use, anchor: Tensor, source: Tensor | None, *tensors: Tensor) -> Any:
+        """`source` is the layer's input, if a gradient may be given to it past the layer's own backward pass."""
         outputs, inputs = tensors[: len(use.shapes)], tensors[len(use.shapes) :]
         ctx.use = use
         ctx.set_materialize_grads(False)
@@ -110,14 +114,17 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        inputs = ctx.saved_tensors
+        inputs, at_source = ctx.saved_tensors, None
         if any(g is not None for g in gradients):
             deltas = [g if g is None else g.reshape(s) for g, s in zip(gradients, ctx.use.shapes, strict=True)]
             changed = ctx.use.taps._arrive(ctx.use, inputs, deltas)
             if changed is not None:
                 gradients = tuple(c.view(g.shape) for c, g in zip(changed, gradients, strict=True) if g is not None)
-        passed = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[2:], strict=False)]
-        return (None, None, *passed, *[None] * len(inputs))
+            if ctx.needs_input_grad[2]:
+                at_source = input_gradient(ctx.use.unit.layer, inputs[0], cast(Tensor, gradients[0]))
+        on = at_source is None
+        passed = [g if on and needed else None for g, needed in zip(gradients, ctx.needs_input_grad[3:], strict=False)]
+        return (None, None, at_source, *passed, *[None] * len(inputs))
 
 
 class Taps(ABC):
@@ -259,11 +266,13 @@ class Taps(ABC):
 
     def _tap(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
         if type(unit.layer) in self._known:
-            call = None
-            kept = self.enter(unit, [args[0] if args else kwargs["input"]], output)
+            call, source = None, args[0] if args else kwargs["input"]
+            kept = self.enter(unit, [source], output)
+            if not (is_faster_backwards(unit.layer) and self.is_first_to_see(unit)):
+                source = None
             outputs, shapes = [_not_a_view(output)], [output.shape]
         else:
-            call = Call.of(args, kwargs)
+            call, source = Call.of(args, kwargs), None
             kept = self.enter(unit, call.tensors(args, kwargs), output)
             # the layer's last operation may have saved its output: pass on a copy that may be marked as changed
             outputs = [x.clone() for x in float_outputs(output)]
@@ -276,7 +285,7 @@ class Taps(ABC):
             )
         use = Use(self, unit, shapes, call)
         tapped = _Tap.apply(  # type: ignore[no-untyped-call]
-            use, self._anchor, *outputs, *[x.detach() for x in kept]
+            use, self._anchor, source, *outputs, *[x.detach() for x in kept]
         )
         if call is None:
             return tapped if tapped.shape == output.shape else tapped.view(output.shape)

@@ -409,7 +409,7 @@ class _BackpropSession(Session):
         rule, unit = layer.rule, layer.unit
         if rule.folds and rule.shrinks(unit.layer, x) and self.taps.is_first_to_see(unit) and x.dtype == torch.float32:
             factors = clip.measure(x.detach())
-            if not bool((factors < _SMALL).any()):
+            if not _any_small(factors):
                 return _ClippedInput(x, x, factors, scales_output=True)
         z, factors = clip.clip(x.detach())
         return (_ClippedInput.folded if rule.folds else _ClippedInput.multiplied)(x, z, factors)
@@ -504,10 +504,9 @@ class _ClippedInput:
     @classmethod
     def folded(cls, x: Tensor, z: Tensor, factors: Tensor) -> _ClippedInput:
         """With whole·factors = z, factors of at least `_SMALL`, and a backward pass that leaves them to the tap."""
-        small = factors < _SMALL
-        if not bool(small.any()):
+        if not _any_small(factors):
             return cls(_Folded.apply(x, z, None), x, factors)  # type: ignore[no-untyped-call]
-        whole, folded = x.detach().clone(), factors.clone()
+        whole, folded, small = x.detach().clone(), factors.clone(), factors < _SMALL
         whole[small] = 2 * z[small]  # also where x is not finite and z is zero
         folded[small] = 0.5
         return cls(_Folded.apply(x, z, factors / folded), whole, folded)  # type: ignore[no-untyped-call]
@@ -553,6 +552,10 @@ class _Folded(torch.autograd.Function):
             left = ctx.left.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
             gradient = torch.where(left > 0, gradient * left, 0)
         return gradient, None, None
+
+
+def _any_small(factors: Tensor) -> bool:
+    return factors.numel() > 0 and float(factors.min()) < _SMALL
 
 
 def _within_reason(clip: float) -> float:

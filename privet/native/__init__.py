@@ -13,17 +13,21 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch  # first: the library must find PyTorch's OpenMP loaded, and use its threads
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 5
+_VERSION = 6
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
+_WIDE = 16
+"""Of kernels.c: so many channels at a time."""
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_ternary_counts": (None, "ppiiifp"),
     "privet_ternary_sum": (None, "pppiiifp"),
     "privet_convolution_gradients": (ctypes.c_int, "ppppp"),
-    "privet_clip_rows": (None, "piidppp"),
+    "privet_convolution_inputs": (ctypes.c_int, "pppp"),
+    "privet_clip_rows": (ctypes.c_int, "piidpppp"),
     "privet_scale_outputs": (None, "piiiipp"),
     "privet_weight_rows": (ctypes.c_int, "piippp"),
     "privet_clip_patches": (ctypes.c_int, "ppdpp"),
@@ -93,29 +97,51 @@ def convolution_gradients(
 
     For any layout, stride, dilation and zero padding; one group. Norms are added up in float64.
     """
-    records, channels, height, width = z.shape
+    if not rows.is_contiguous() or rows.numel() != len(z) * layer.weight.numel():
+        raise ValueError(f"rows of shape {tuple(rows.shape)} do not hold {len(z)} gradients of {layer.kernel_size}.")
+    described = _convolution(layer, z, padding, delta)
+    squares = z.new_empty(len(z), dtype=torch.float64)
+    failed = _c().privet_convolution_gradients(
+        ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr()
+    )
+    _check(failed)
+    return squares
+
+
+def convolution_inputs(layer: nn.Conv2d, x: Tensor, padding: Sequence[tuple[int, int]], delta: Tensor) -> Tensor:
+    """The gradient at an input that looks like x, of the gradient at its output.
+
+    Channels last for both, without gaps; zero padding, one group and no dilation.
+    """
+    last = torch.channels_last
+    if not (x.is_contiguous(memory_format=last) and delta.is_contiguous(memory_format=last)) or max(layer.dilation) > 1:
+        raise ValueError("A gradient at the input is made for channels last, and without dilation.")
+    described, (_, channels, *_), out = _convolution(layer, x, padding, delta), x.shape, torch.empty_like(x)
+    weight = F.pad(layer.weight.detach().permute(2, 3, 0, 1), (0, -channels % _WIDE)).contiguous()
+    failed = _c().privet_convolution_inputs(
+        ctypes.addressof(described), delta.data_ptr(), weight.data_ptr(), out.data_ptr()
+    )
+    _check(failed)
+    return out
+
+
+def _convolution(layer: nn.Conv2d, x: Tensor, padding: Sequence[tuple[int, int]], delta: Tensor) -> Any:
+    """What C is told of a convolution, after it was seen that it leads from this input to that output."""
+    records, channels, height, width = x.shape
     (top, bottom), (left, right) = padding
     kernel, framed = tuple(layer.weight.shape[2:]), (height + top + bottom, width + left + right)
     axes = zip(framed, kernel, layer.stride, layer.dilation, strict=True)
     expected = (records, len(layer.weight), *((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in axes))
     if delta.shape != expected or layer.weight.shape[1] != channels or min(kernel) < 1:
         raise Refused(
-            f"A convolution with a weight of shape {tuple(layer.weight.shape)} cannot have led from {tuple(z.shape)} "
+            f"A convolution with a weight of shape {tuple(layer.weight.shape)} cannot have led from {tuple(x.shape)} "
             f"to {tuple(delta.shape)}: its forward pass does something else."
         )
-    if not rows.is_contiguous() or rows.numel() != records * layer.weight.numel():
-        raise ValueError(f"rows of shape {tuple(rows.shape)} do not hold {records} gradients of {kernel}.")
     sizes = (
-        *z.shape, *z.stride(), *delta.shape[1:], *delta.stride(), *kernel, *layer.stride, *layer.dilation,
+        *x.shape, *x.stride(), *delta.shape[1:], *delta.stride(), *kernel, *layer.stride, *layer.dilation,
         top, left, *framed,
     )  # fmt: skip
-    described = (ctypes.c_int64 * len(sizes))(*sizes)
-    squares = z.new_empty(records, dtype=torch.float64)
-    failed = _c().privet_convolution_gradients(
-        ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr()
-    )
-    _check(failed)
-    return squares
+    return (ctypes.c_int64 * len(sizes))(*sizes)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -132,15 +158,22 @@ def dense(x: Tensor) -> bool:
     return x.dim() == 4 and (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last))
 
 
-def clip_rows(x: Tensor, target: float, *, also: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def clip_rows(
+    x: Tensor, target: float, *, also: Tensor | None = None, out: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
     """(records, size): the factor of each row that makes it at most `target` long.
 
-    Rows times their factors, and times `also`, are written to `out` (contiguous). A row whose length is not finite
-    becomes zero, as its factor.
+    Rows times their factors, and times `also`, are written to `out` (contiguous); the sum of the rows times their
+    factors alone is added to `total` (contiguous, float64). A row whose length is not finite becomes zero, as its
+    factor.
     """
     x, factors = x.contiguous(), x.new_empty(len(x))
     also = None if also is None else also.float().contiguous()
-    _c().privet_clip_rows(x.data_ptr(), *x.shape, target, _address(also), _address(out), factors.data_ptr())
+    _check(
+        _c().privet_clip_rows(
+            x.data_ptr(), *x.shape, target, _address(also), _address(out), factors.data_ptr(), _address(total)
+        )
+    )
     return factors
 
 

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 5; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 6; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -239,6 +239,121 @@ int privet_convolution_gradients(const convolution *c, const float *x, const flo
     return failed;
 }
 
+/* What a two-dimensional convolution with a stride passes on to its input.
+
+   Output position o meets input position o·stride + tap, both counted with the padding. So inputs whose position has the
+   same remainder by the stride meet the same taps, and `count` neighbours among them, q to q + count, meet them at
+   neighbouring outputs: their sums stay in registers, over the taps and the output channels, for WIDE channels. */
+#define EACH_INPUT _Pragma("GCC unroll 8") for (int p = 0; p < inputs; p++)
+#define SUM_OUTPUTS(vector, count)                                                                                     \
+    for (; q + (count) <= last; q += (count)) {                                                                        \
+        enum { inputs = count, parts = sizeof(wide) / sizeof(vector) };                                                \
+        vector sums[inputs][parts];                                                                                    \
+        EACH_INPUT EACH_PART sums[p][k] = (vector){0};                                                                 \
+        for (int64_t y = row->first; y <= row->last; y++)                                                              \
+            for (int64_t t = 0; t < taps; t++) {                                                                       \
+                const float *restrict d = delta + (y * row->frame_width + q + row->before - t) * outputs;              \
+                const float *restrict w =                                                                              \
+                    weight + ((row->tap - y * c->stride_y) * c->kernel_width + remainder + t * c->stride_x) *          \
+                                 outputs * depth + channel;                                                            \
+                for (int64_t o = 0; o < outputs; o++, w += depth)                                                      \
+                    EACH_PART                                                                                          \
+                    {                                                                                                  \
+                        const vector v = ((const vector *)w)[k];                                                       \
+                        EACH_INPUT sums[p][k] += d[p * outputs + o] * v;                                               \
+                    }                                                                                                  \
+            }                                                                                                          \
+        EACH_INPUT                                                                                                     \
+        {                                                                                                              \
+            float *to = x + ((q + p) * c->stride_x + remainder - c->left) * c->channels + channel;                     \
+            if (kept == WIDE)                                                                                          \
+                EACH_PART ((vector *)to)[k] = sums[p][k];                                                              \
+            else                                                                                                       \
+                memcpy(to, sums[p], sizeof(float) * (size_t)kept);                                                     \
+        }                                                                                                              \
+    }
+#define EACH_REMAINDER(...)                                                                                            \
+    const int64_t outputs = c->out_channels, depth = (c->channels + WIDE - 1) / WIDE * WIDE;                           \
+    for (int64_t remainder = 0; remainder < c->stride_x; remainder++) {                                                \
+        const int64_t rest = c->kernel_width - remainder, framed = c->width + c->left - remainder;                     \
+        const int64_t taps = rest > 0 ? (rest + c->stride_x - 1) / c->stride_x : 0;                                    \
+        const int64_t start = remainder >= c->left ? 0 : (c->left - remainder + c->stride_x - 1) / c->stride_x;        \
+        const int64_t last = framed > 0 ? (framed + c->stride_x - 1) / c->stride_x : 0;                                \
+        for (int64_t channel = 0; channel < c->channels; channel += WIDE) {                                            \
+            const int64_t left = c->channels - channel, kept = left < WIDE ? left : WIDE;                              \
+            int64_t q = start;                                                                                         \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    }
+
+typedef struct {
+    int64_t tap;                 /* of the kernel's rows, that output row 0 would meet this input row with */
+    int64_t first, last;         /* output rows that meet it */
+    int64_t before, frame_width; /* zeros before each output row, and its width with them */
+} input_row;
+
+typedef void inputs_of_row(const convolution *c, const input_row *row, const float *restrict delta,
+                           const float *restrict weight, float *restrict x);
+
+FAST static void sum_inputs(const convolution *c, const input_row *row, const float *restrict delta,
+                            const float *restrict weight, float *restrict x)
+{
+    EACH_REMAINDER(SUM_OUTPUTS(lanes, 4) SUM_OUTPUTS(lanes, 2) SUM_OUTPUTS(lanes, 1))
+}
+
+#ifdef SEVERAL_KINDS
+__attribute__((target("arch=x86-64-v4"))) static void sum_inputs_wide(const convolution *c, const input_row *row,
+                                                                      const float *restrict delta,
+                                                                      const float *restrict weight, float *restrict x)
+{
+    EACH_REMAINDER(SUM_OUTPUTS(wide, 8) SUM_OUTPUTS(wide, 6) SUM_OUTPUTS(wide, 4) SUM_OUTPUTS(wide, 2)
+                       SUM_OUTPUTS(wide, 1))
+}
+
+static inputs_of_row *fastest_inputs(void)
+{
+    return __builtin_cpu_supports("x86-64-v4") ? sum_inputs_wide : sum_inputs;
+}
+#else
+static inputs_of_row *fastest_inputs(void) { return sum_inputs; }
+#endif
+
+/* x = the gradient at the input, both it and delta with channels last and nothing in between; without dilation. The
+   weight comes as (kernel height, kernel width, out channels, channels and zeros up to a multiple of WIDE). 0, or 1 if
+   there was no memory. */
+int privet_convolution_inputs(const convolution *c, const float *delta, const float *weight, float *x)
+{
+    inputs_of_row *const sum = fastest_inputs();
+    const int64_t before = (c->kernel_width - 1) / c->stride_x;
+    const int64_t needed = (c->width + c->left + c->stride_x - 1) / c->stride_x;
+    const int64_t frame_width = before + (needed > c->out_width ? needed : c->out_width);
+    const size_t row_size = (size_t)(c->out_width * c->out_channels);
+    int failed = 0;
+#pragma omp parallel
+    {
+        float *frame = calloc((size_t)(c->out_height * frame_width * c->out_channels), sizeof(float));
+        if (!frame) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < c->records; n++) {
+            if (!frame) continue;
+            for (int64_t y = 0; y < c->out_height; y++)
+                memcpy(frame + (y * frame_width + before) * c->out_channels,
+                       delta + (n * c->out_height + y) * (int64_t)row_size, sizeof(float) * row_size);
+            for (int64_t h = 0; h < c->height; h++) {
+                const int64_t at = h + c->top, reach = at - c->kernel_height + c->stride_y;
+                const int64_t first = reach > 0 ? reach / c->stride_y : 0, last = at / c->stride_y;
+                const input_row row = {at, first, last < c->out_height ? last : c->out_height - 1, before, frame_width};
+                sum(c, &row, frame, weight, x + (n * c->height + h) * c->width * c->channels);
+            }
+        }
+        free(frame);
+    }
+    return failed;
+}
+
 /* Clips: a record is measured and scaled while it is in the cache.
 
    What scales a record of this squared length to `target`, and 0 for one whose squared length float32 cannot hold. */
@@ -273,16 +388,38 @@ FAST static double squared_length(const float *restrict x, int64_t size)
     return square;
 }
 
-/* Rows of `size` numbers, each at most `target` long: out[n] = x[n]·factors[n]·also[n], where `also` may be NULL.
-   Without `out`, only the factors. */
-void privet_clip_rows(const float *x, int64_t records, int64_t size, double target, const float *also, float *out,
-                      float *factors)
+FAST static void add_scaled(const float *restrict x, int64_t size, float factor, double *restrict total)
 {
-#pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < records; n++) {
-        factors[n] = factor_of(squared_length(x + n * size, size), target);
-        if (out) scale(x + n * size, size, also ? factors[n] * also[n] : factors[n], out + n * size);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) total[i] += x[i] * factor;
+}
+
+/* Rows of `size` numbers, each at most `target` long: out[n] = x[n]·factors[n]·also[n], where `also` may be NULL.
+   Without `out`, only the factors. With `total`, total += Σ_n x[n]·factors[n]. 0, or 1 if there was no memory. */
+int privet_clip_rows(const float *x, int64_t records, int64_t size, double target, const float *also, float *out,
+                     float *factors, double *total)
+{
+    int failed = 0;
+#pragma omp parallel
+    {
+        double *part = total ? calloc((size_t)size, sizeof(double)) : NULL;
+        if (total && !part) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < records; n++) {
+            const float *row = x + n * size;
+            factors[n] = factor_of(squared_length(row, size), target);
+            if (out) scale(row, size, also ? factors[n] * also[n] : factors[n], out + n * size);
+            if (part && factors[n] != 0) add_scaled(row, size, factors[n], part);
+        }
+        if (part)
+#pragma omp critical
+            for (int64_t i = 0; i < size; i++) total[i] += part[i];
+        free(part);
     }
+    return failed;
 }
 
 FAST static void scale_around(float *restrict y, int64_t size, float factor, const float *restrict center)
