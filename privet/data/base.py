@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from privet.errors import ConfigError
+
+_T = TypeVar("_T")
 
 _FOR_VALIDATION = "held out for validation"
 
@@ -38,6 +40,8 @@ class Data:
     """Whose record each one of `train` is, where whole users are to be protected."""
     public: TensorDataset | None = None
     """Records that are not protected, for methods that learn from such."""
+    marks: tuple[bytes, ...] | None = None
+    """What each one of `train` was when it was read, where its numbers depend on how they were asked for."""
 
 
 class Records(Dataset[tuple[Tensor, Tensor]]):
@@ -62,39 +66,57 @@ def collate(items: Any) -> Any:
     return items if isinstance(items, tuple) else default_collate(items)
 
 
-def holdout(data: Data, fraction: float, seed: int = 0) -> Data:
+def holdout(data: Data, fraction: float) -> Data:
     """Replace the test records by about `fraction` of the training records, to tune without the test set.
 
     Formal guarantee: the 1-stability of `coins`, from `data.train` to the new training set.
     """
     # Records that are still here were kept by their earlier coins, so a round needs coins of its own.
     rounds = data.description.count(_FOR_VALIDATION)
-    data, test = _take_out(data, fraction, f"{seed} validation {rounds}")
+    data, test = _take_out(data, fraction, f"validation {rounds}")
     description = f"{data.description} About {fraction:g} of the training records were {_FOR_VALIDATION}."
     return replace(data, test=test, description=description)
 
 
-def set_public(data: Data, fraction: float, seed: int = 0) -> Data:
+def set_public(data: Data, fraction: float) -> Data:
     """Take about `fraction` of the training records for public ones, which are neither trained on nor protected."""
-    data, public = _take_out(data, fraction, f"{seed} public")
+    data, public = _take_out(data, fraction, "public")
     description = f"{data.description} About {fraction:g} of the training records were taken for public."
     return replace(data, public=public, description=description)
 
 
 def _take_out(data: Data, fraction: float, key: str) -> tuple[Data, TensorDataset]:
     x, y = data.train.tensors
-    out = coins(x, y, fraction=fraction, key=key, users=data.users)
-    users = (
-        None if data.users is None else tuple(u for u, gone in zip(data.users, out.tolist(), strict=True) if not gone)
+    out = coins(x, y, fraction=fraction, key=key, users=data.users, marks=data.marks)
+    kept = replace(
+        data,
+        train=TensorDataset(x[~out], y[~out]),
+        users=None if data.users is None else remaining(data.users, out),
+        marks=None if data.marks is None else remaining(data.marks, out),
     )
-    return replace(data, train=TensorDataset(x[~out], y[~out]), users=users), TensorDataset(x[out], y[out])
+    return kept, TensorDataset(x[out], y[out])
 
 
-def coins(x: Tensor, y: Tensor, *, fraction: float, key: str, users: Sequence[str] | None = None) -> Tensor:
+def remaining(things: Sequence[_T], out: Tensor) -> tuple[_T, ...]:
+    """Those of the records that are not out."""
+    return tuple(thing for thing, gone in zip(things, out.tolist(), strict=True) if not gone)
+
+
+def coins(
+    x: Tensor,
+    y: Tensor,
+    *,
+    fraction: float,
+    key: str,
+    users: Sequence[str] | None = None,
+    marks: Sequence[bytes] | None = None,
+) -> Tensor:
     """Which records to hold out, each by its own coin with probability `fraction`, or each user by one.
 
-    A record's coin is a hash under `key` of the record and of how many equal ones came before it; a user's is one of
-    the user's id.
+    A record's coin is a hash under `key` of the record (of its mark, where there are `marks`) and of how many equal
+    ones came before it; a user's is one of the user's id. Nothing else goes into it: no seed, no order, no bounds of
+    columns. So whoever is held out of one run is held out of all runs on the data set that hold out as many, and of
+    those that hold out more: metrics of them are released without noise, which the cost of other runs says nothing of.
 
     Formal guarantee: the split is 1-stable. Adding, removing or replacing one record (or user) anywhere in the order
     leaves every other one on its side (equal records being interchangeable), so that the guarantee for the
@@ -104,22 +126,25 @@ def coins(x: Tensor, y: Tensor, *, fraction: float, key: str, users: Sequence[st
     if not 0 < fraction < 1:
         raise ConfigError(f"The fraction of records to hold out must be between 0 and 1, not {fraction!r}.")
     digest_key = blake2b(key.encode()).digest()
-    found: list[bool] = []
-    for name in users if users is not None else _names(x, y, digest_key):
-        coin = blake2b(name.encode() if isinstance(name, str) else name, digest_size=8, key=digest_key).digest()
-        found.append(int.from_bytes(coin) < fraction * 2.0**64)
+    if users is not None:
+        names: Iterable[bytes] = (user.encode() for user in users)
+    else:
+        contents = (a.tobytes() + b.tobytes() for a, b in zip(x.numpy(), y.numpy(), strict=True))
+        names = _names(contents if marks is None else marks, digest_key)
+    drawn = (int.from_bytes(blake2b(name, digest_size=8, key=digest_key).digest()) for name in names)
+    found = [coin < fraction * 2.0**64 for coin in drawn]
     if all(found) or not any(found):
         raise ConfigError(
             f"{len(found)} records are too few to hold out {fraction:g} of them and train on the rest; "
-            "change the fraction or the seed."
+            "change the fraction."
         )
     return torch.tensor(found)
 
 
-def _names(x: Tensor, y: Tensor, key: bytes) -> Iterator[bytes]:
+def _names(records: Iterable[bytes], key: bytes) -> Iterator[bytes]:
     """What tells a record from the others: its content, and how many equal ones came before."""
     earlier: Counter[bytes] = Counter()
-    for a, b in zip(x.numpy(), y.numpy(), strict=True):
-        record = blake2b(a.tobytes() + b.tobytes(), key=key).digest()
-        yield record + earlier[record].to_bytes(8)
-        earlier[record] += 1
+    for record in records:
+        digest = blake2b(record, key=key).digest()
+        yield digest + earlier[digest].to_bytes(8)
+        earlier[digest] += 1

@@ -29,7 +29,6 @@ def load(
     bounds: Mapping[str, tuple[float, float]] | None = None,
     users: str | None = None,
     public: float | None = None,
-    seed: int = 0,
     features: Literal["none", "scattering"] = "none",
     features_cache: Path | None = None,
 ) -> Data:
@@ -49,9 +48,7 @@ def load(
         path = Path(name)
         if folder is not None and not path.exists():
             path = folder / name
-        data = tables.load_table(
-            path, target=target, test_fraction=test_fraction, seed=seed, bounds=bounds, users=users
-        )
+        data = tables.load_table(path, target=target, test_fraction=test_fraction, bounds=bounds, users=users)
     elif name not in SETS:
         raise ConfigError(
             f"Unknown data set {name!r}. Choose one of {', '.join(SETS)}, or give the path of a table "
@@ -61,8 +58,8 @@ def load(
         raise ConfigError(f"target, bounds and users are for tables; the data set {name!r} has its own.")
     else:
         data = SETS[name](folder)
-    data = data if validation is None else holdout(data, validation, seed)
-    data = data if public is None else set_public(data, public, seed)
+    data = data if validation is None else holdout(data, validation)
+    data = data if public is None else set_public(data, public)
     if features == "none":
         return data
     if features_cache is None and folder is not None:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-from privet.data.base import Data, coins
+from privet.data.base import Data, coins, remaining
 from privet.errors import ConfigError
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".npz")
@@ -44,6 +44,8 @@ class _Encoded:
     x: NDArray[np.float32]
     y: NDArray[np.int64]
     labels: tuple[str, ...]
+    marks: tuple[bytes, ...]
+    """Each row as it was read, for its coins."""
     users: list[str] | None = None
 
 
@@ -52,7 +54,6 @@ def load_table(
     *,
     target: str | None,
     test_fraction: float,
-    seed: int,
     bounds: Mapping[str, tuple[float, float]] | None = None,
     users: str | None = None,
 ) -> Data:
@@ -75,12 +76,13 @@ def load_table(
     else:
         table = _encode_columns(path, target, users, dict(bounds or {}))
     inputs, targets, ids = torch.from_numpy(table.x), torch.from_numpy(table.y), table.users
-    out = coins(inputs, targets, fraction=test_fraction, key=f"{seed} test", users=ids)
+    out = coins(inputs, targets, fraction=test_fraction, key="test", users=ids, marks=table.marks)
     return Data(
         name=path.name,
         train=TensorDataset(inputs[~out], targets[~out]),
         test=TensorDataset(inputs[out], targets[out]),
-        users=None if ids is None else tuple(u for u, gone in zip(ids, out.tolist(), strict=True) if not gone),
+        users=None if ids is None else remaining(ids, out),
+        marks=remaining(table.marks, out),
         classes=len(table.labels),
         labels=table.labels,
         input_shape=(table.x.shape[1],),
@@ -112,7 +114,8 @@ def _encode_columns(
     _warn_of_open_columns([name for name in features if name not in bounds and _numbers(features[name]) is not None])
     x = np.concatenate([_encoded(name, cells, bounds.pop(name, None)) for name, cells in features.items()], axis=1)
     _refuse_unused(path, bounds)
-    return _Encoded(x=x, y=y, labels=labels, users=None if users is None else table.columns[users])
+    marks = _marks({name: cells for name, cells in table.columns.items() if name != users})
+    return _Encoded(x=x, y=y, labels=labels, marks=marks, users=None if users is None else table.columns[users])
 
 
 def _encode_archive(
@@ -138,7 +141,26 @@ def _encode_archive(
         column = np.nan_to_num(numbers[:, i].astype(np.float64))  # infinities become the largest float
         x[:, i] = _scaled(name, column, bounds.pop(name, None))
     _refuse_unused(path, bounds)
-    return _Encoded(x=x, y=y, labels=labels)
+    marks = tuple(
+        np.append(row, label).astype(np.float64).tobytes() for row, label in zip(numbers, classes, strict=True)
+    )
+    return _Encoded(x=x, y=y, labels=labels, marks=marks)
+
+
+def _marks(columns: Mapping[str, list[str]]) -> tuple[bytes, ...]:
+    """Each row as it was read, whatever the order of the columns, and whether one was written as 1, 1.0 or 1e0."""
+    same = {cell: _canonical(cell) for cells in columns.values() for cell in set(cells)}
+    in_order = [[same[cell] for cell in columns[name]] for name in sorted(columns)]
+    return tuple(repr(row).encode() for row in zip(*in_order, strict=True))
+
+
+def _canonical(cell: str) -> str:
+    if cell.lower() in _MISSING:
+        return ""
+    try:
+        return repr(float(cell))
+    except ValueError:
+        return cell
 
 
 def _refuse_unused(path: Path, bounds: Mapping[str, tuple[float, float]]) -> None:

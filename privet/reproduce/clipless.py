@@ -2,7 +2,7 @@
 
 `theirs` of Table 7 is the best validation AUROC of a sweep, all of it at epsilon 1 by the paper's accounting; the
 medians in the notes are those of the authors' notebook, of runs with epsilon between 0.8 and 1. Ours are means over
-seeds, each with a split of its own, on rows that its training did not see.
+seeds, on rows that the training did not see.
 
 δ is the table's. The copy of the paper at hand prints that of skin illegibly; like the others it is taken to be the
 largest power of ten below 1/records.
@@ -124,7 +124,7 @@ STUDY = Study(
     name="clipless",
     title="Clipless training with Lipschitz networks (Béthune et al. 2024)",
     about=(
-        "Table 7: AUROC on a fifth of the rows, held out by each seed anew; the files of ADBench are looked for in "
+        "Table 7: AUROC on a fifth of the rows, which are held out; the files of ADBench are looked for in "
         "adbench/ of the data folder, and --json tells the seconds of a row. mnist and fashion: accuracy by epsilon "
         "(Figure 14). cifar10 is the JPEG-compressed copy; certified accuracy (Table 1) is what `privet certify "
         "OUT/runs/ROW/seed-N` says of the finished runs. In that table the best over temperatures is, in per cent, "

@@ -164,7 +164,7 @@ class TrainConfig:
         "how likely -v, 0 and v are beforehand: all the same, or as the noisy gradients so far say",
         needs=("denoise", "hard", "posterior"),
     )
-    seed: int = _option(0, _MODEL, "of the initial weights and of how records are held out, never of the noise")
+    seed: int = _option(0, _MODEL, "of the initial weights, never of the noise")
 
     physical_batch: int | None = _option(
         None, _COMPUTE, "records that go through the model at once", otherwise="what fits in memory", resume=True

@@ -188,7 +188,6 @@ def load_data(config: TrainConfig) -> Data:
         bounds=None if config.bounds is None else {k: _pair(k, v) for k, v in config.bounds.items()},
         users=config.users,
         public=config.public,
-        seed=config.seed,
         features=config.features,
         features_cache=None if config.features_cache is None else Path(config.features_cache),
     )
