@@ -346,6 +346,13 @@ class TestTable:
             clipped = torch.tensor([min(round(math.expm1(n)), 9) for n in other.tensors[0][:, 0].tolist()])
             torch.testing.assert_close(one.tensors[0][:, 0], clipped / 9 * 2 - 1)
 
+    def test_a_class_that_may_be_a_missing_value_is_told(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        rows = [f"{i},{('a', 'b', 'NA')[i % 3]}" for i in range(30)]
+        assert load(write(tmp_path / "t.csv", "n,y", *rows), target="y").labels == ("NA", "a", "b")
+        assert "has the class 'NA', which is learned like any other" in caplog.text
+
     def test_is_found_in_the_data_folder(self, tmp_path: Path) -> None:
         write(tmp_path / "only-here.csv", "n,c,y", *ROWS)
         assert load("only-here.csv", data_dir=tmp_path, target="y").classes == 2

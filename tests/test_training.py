@@ -70,7 +70,9 @@ def test_the_last_step_is_told_with_what_all_of_them_cost(tmp_path: Path, monkey
     monkeypatch.setattr(training_loop._Clock, "due", lambda self: False)
     seen: list[Progress] = []
     result = train(config(tmp_path), on_progress=seen.append)
-    assert [now.epsilon for now in seen] == [*[None] * 8, pytest.approx(result.statement["epsilon"])]
+    cost = pytest.approx(result.statement["epsilon"])
+    assert [now.epsilon for now in seen] == [*[None] * 8, cost, cost]
+    assert seen[-1].accuracy == result.accuracy and seen[-1].step == seen[-2].step
 
 
 def test_metrics_hold_nothing_of_private_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

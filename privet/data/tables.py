@@ -185,6 +185,13 @@ def _classes(path: Path, target: str, table: _Table) -> tuple[NDArray[np.int64],
     values, y = np.unique(np.array(cells), return_inverse=True)
     names = tuple(map(str, values))
     _check_classes(target, names, len(cells))
+    if doubtful := [name for name in names if name.lower() in _MISSING]:
+        log.warning(
+            "The target %r has the class %r, which is learned like any other. If it stands for a missing value, remove "
+            "the rows that have it.",
+            target,
+            doubtful[0],
+        )
     return y.astype(np.int64), names
 
 

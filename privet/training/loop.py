@@ -102,7 +102,7 @@ def train(
 
     Args:
         resume: the folder of an interrupted run to go on with, `config` being the one that lies there.
-        on_progress: called after each step.
+        on_progress: called after each step, and once more when the last ones are measured.
         stop: asked between chunks and steps; once it says yes, a checkpoint is written and `train` returns.
 
     Formal guarantee: what is released (the model, the metrics, the files) costs the records that were trained on what
@@ -278,6 +278,7 @@ class _Training:
         self._save()  # should handing over fail, the steps need not be done and paid for again
         if self.accuracy is None or self.run.steps_done < self.run.plan.steps:
             self._measure()
+        self.on_progress(self._progress())  # with what was measured last
         return "finished" if self.run.steps_done >= self.run.plan.steps else "budget"
 
     def _standardise(self) -> None:
