@@ -440,6 +440,7 @@ def _connect(name: str) -> sqlite3.Connection:
     db: sqlite3.Connection = sqlite3.connect(name, uri=name.startswith("file:"), timeout=_WAIT_SECONDS, **options)
     db.execute("PRAGMA synchronous = EXTRA")  # each commit is on the disk; unlike FULL, without a WAL too
     db.execute("PRAGMA fullfsync = ON")  # and on macOS
+    db.execute("PRAGMA wal_autocheckpoint = 64")  # pages: what is written over is on the disk sooner
     return db
 
 

@@ -175,13 +175,14 @@ class Source:
 
     def _add_rounded(self, values: torch.Tensor, std: float, grid: float, out: torch.Tensor) -> None:
         """values + N(0, std²), rounded to multiples of `grid`, to `out`; at most 2·_PAIRS of them."""
+        count = values.numel()
         apart = abs(values.data_ptr() - out.data_ptr()) >= values.nbytes
         with self._alone():
             if native.serves(values, out) and values.is_contiguous() and out.is_contiguous() and apart:
-                self._fill(self._bits, len(values) + len(values) % 2)
+                self._fill(self._bits, count + count % 2)
                 native.add_noise(self._words, values, std, grid, out)
             else:
-                noise = self._normals(self._noise[: len(values)], scale=std / grid)
+                noise = self._normals(self._noise[:count], scale=std / grid)
                 out.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
 
     def add_noise(self, total: torch.Tensor, std: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -213,7 +214,7 @@ class Source:
         if std == 0:
             return out.copy_(total)
         blocks = [(total, out)]
-        if len(total) > 2 * _PAIRS:
+        if total.numel() > 2 * _PAIRS:
             blocks = list(zip(torch.split(total, 2 * _PAIRS), torch.split(out, 2 * _PAIRS), strict=True))
         for values, result in blocks:
             if self.level == "exact":

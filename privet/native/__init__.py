@@ -61,7 +61,7 @@ library = _load()
 def serves(*tensors: Tensor) -> bool:
     """Whether the functions here can take these tensors: what lies in their memory must be what they are."""
     return library is not None and all(
-        t.dtype == torch.float32 and t.device.type == "cpu" and not (t.is_neg() or t._is_zerotensor()) for t in tensors
+        t.dtype == torch.float32 and t.is_cpu and not (t.is_neg() or t._is_zerotensor()) for t in tensors
     )
 
 
@@ -167,7 +167,7 @@ def clip_rows(
     factors alone is added to `total` (contiguous, float64). A row whose length is not finite becomes zero, as its
     factor.
     """
-    x, factors = x.contiguous(), x.new_empty(len(x))
+    x, factors = x.contiguous(), x.new_empty(x.shape[0])
     also = None if also is None else also.float().contiguous()
     _check(
         _c().privet_clip_rows(
@@ -216,7 +216,7 @@ def clip_patches(
     last = not x.is_contiguous()
     sizes = (*x.shape, last, *kernel, *stride, *dilation, padding[0][0], padding[1][0], *positions)
     described = (ctypes.c_int64 * len(sizes))(*sizes)
-    factors = x.new_empty(len(x))
+    factors = x.new_empty(x.shape[0])
     _check(
         _c().privet_clip_patches(ctypes.addressof(described), x.data_ptr(), target, _address(out), factors.data_ptr())
     )
@@ -244,7 +244,7 @@ def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor
 
     Takes as many words as there are numbers, made even. `grid` is a power of two, and `out` other memory than `total`.
     """
-    count = len(total)
-    if len(out) != count or len(words) < count + count % 2 or not (total.is_contiguous() and out.is_contiguous()):
-        raise ValueError(f"{count} sums do not go with {len(words)} words and {len(out)} places.")
+    count, places, drawn = total.numel(), out.numel(), words.numel()
+    if places != count or drawn < count + count % 2 or not (total.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"{count} sums do not go with {drawn} words and {places} places.")
     _c().privet_add_noise(words.data_ptr(), count, std / grid, grid, total.data_ptr(), out.data_ptr())

@@ -50,14 +50,23 @@ class Window:
     def of(cls, layer: nn.Module) -> Window | None:
         if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             return None
-        return cls(
-            kernel=tuple(layer.weight.shape[2:]),
-            stride=tuple(layer.stride),
-            dilation=tuple(layer.dilation),
-            groups=layer.groups,
-            padding=padding_in_use(layer),
-            mode=layer.padding_mode,
-        )
+        return cls._known(
+            tuple(layer.weight.shape[2:]), tuple(layer.stride), tuple(layer.dilation), layer.groups,
+            padding_in_use(layer), layer.padding_mode,
+        )  # fmt: skip
+
+    @classmethod
+    @lru_cache  # asked for several times in every step
+    def _known(
+        cls,
+        kernel: tuple[int, ...],
+        stride: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+        padding: tuple[int, ...],
+        mode: str,
+    ) -> Window:
+        return cls(kernel=kernel, stride=stride, dilation=dilation, groups=groups, padding=padding, mode=mode)
 
     def positions(self, shape: Sequence[int]) -> list[int]:
         """How many patches there are along each axis of an input of this shape."""
