@@ -20,7 +20,7 @@ from privet.gradients import Recorder, conv
 from privet.gradients.bounded import BOUNDS
 from privet.methods import Method, Setting
 from privet.methods.ternary import _SignsInFull
-from privet.nn.input_clip import InputClip
+from privet.nn.input_clip import NORMS, InputClip, Norm, Window
 from privet.noise import Source
 
 built = pytest.mark.skipif(native.library is None, reason="built without a compiler")
@@ -208,6 +208,9 @@ def hostile(x: Tensor, seed: int) -> Tensor:
     return x
 
 
+LONG_KERNEL = {"in_channels": 7, "out_channels": 1, "kernel_size": 8, "stride": 2, "padding": 2}
+
+
 def both_ways(compute: Callable[[], Any]) -> tuple[Any, Any]:
     """In C, and in PyTorch."""
     fast = compute()
@@ -218,18 +221,17 @@ def both_ways(compute: Callable[[], Any]) -> tuple[Any, Any]:
 
 @built
 @settings(max_examples=120, deadline=None)
-@given(convolutions(), st.booleans(), seeds)
-@example(({"in_channels": 7, "out_channels": 1, "kernel_size": 8, "stride": 2, "padding": 2}, (20, 7, 28, 28)), True, 0)
-@example(
-    ({"in_channels": 7, "out_channels": 1, "kernel_size": 8, "stride": 2, "padding": 2}, (20, 7, 28, 28)), False, 0
-)
-def test_clips_by_the_longest_patch(
-    drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, seed: int
+@given(convolutions(), st.booleans(), st.sampled_from(NORMS), seeds)
+@example((LONG_KERNEL, (20, 7, 28, 28)), True, "patch", 0)
+@example((LONG_KERNEL, (20, 7, 28, 28)), False, "patch", 0)
+@example((LONG_KERNEL, (20, 7, 28, 28)), True, "frobenius", 0)
+def test_clips_by_the_patches(
+    drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, norm: Norm, seed: int
 ) -> None:
     options, shape = drawn
     x = hostile(rand(*shape, seed=seed), seed)
     x = x.to(memory_format=torch.channels_last) if channels_last else x
-    clip = InputClip.before(nn.Conv2d(**options | {"padding_mode": "zeros"}), 0.7, "patch")
+    clip = InputClip.before(nn.Conv2d(**options | {"padding_mode": "zeros"}), 0.7, norm)
     (z, factors), (twin, expected) = both_ways(lambda: clip.clip(x))
     torch.testing.assert_close(factors, expected, rtol=1e-4, atol=0)
     torch.testing.assert_close(z, twin, rtol=1e-4, atol=1e-30)
@@ -240,25 +242,38 @@ def test_clips_by_the_longest_patch(
 
 @built
 @settings(max_examples=120, deadline=None)
-@given(convolutions(), st.booleans(), st.booleans(), seeds)
-@example(({"in_channels": 1, "out_channels": 19, "kernel_size": 1}, (8, 1, 40, 50)), True, True, 1)
-@example(({"in_channels": 1, "out_channels": 19, "kernel_size": 1}, (8, 1, 40, 50)), False, True, 1)
+@given(convolutions(), st.booleans(), st.booleans(), st.sampled_from(["patch", "frobenius"]), seeds)
+@example(({"in_channels": 1, "out_channels": 19, "kernel_size": 1}, (8, 1, 40, 50)), True, True, "patch", 1)
+@example(({"in_channels": 1, "out_channels": 19, "kernel_size": 1}, (8, 1, 40, 50)), False, True, "patch", 1)
+@example(({"in_channels": 1, "out_channels": 19, "kernel_size": 1}, (8, 1, 40, 50)), True, True, "frobenius", 1)
 def test_clips_of_gradients(
-    drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, folded: bool, seed: int
+    drawn: tuple[dict[str, Any], tuple[int, ...]], channels_last: bool, folded: bool, norm: Norm, seed: int
 ) -> None:
     layer, rule = nn.Conv2d(**drawn[0]), BOUNDS[nn.Conv2d]
     delta = hostile(rand(*layer(torch.zeros(drawn[1])).shape, seed=seed), seed)
     delta = delta.to(memory_format=torch.channels_last) if channels_last else delta
     also = 0.1 + torch.rand(len(delta)) if folded else None
-    found, twin = both_ways(lambda: rule.clip(layer, delta, delta, "patch", 0.3, also))
-    torch.testing.assert_close(found.factors, twin.factors, rtol=1e-4, atol=0)
+    if norm == "frobenius" and len(delta) > 1:
+        delta[1] = delta[1].abs()  # where the sum over positions is longer than all of them
+    found, twin = both_ways(lambda: rule.clip(layer, delta, delta, norm, 0.3, also))
+    torch.testing.assert_close(found.factors, twin.factors.float(), rtol=1e-4, atol=0)
     torch.testing.assert_close(found.delta, twin.delta, rtol=1e-4, atol=1e-30)
-    plain = delta * twin.factors.view(-1, 1, 1, 1)
+    plain = delta * twin.factors.float().view(-1, 1, 1, 1)
     sums = torch.where(twin.factors.view(-1, 1) > 0, plain.sum((2, 3)), 0)
     torch.testing.assert_close(found.sums, sums, rtol=1e-3, atol=1e-5)
     undone = found.delta.double() / (1 if also is None else also.double().view(-1, 1, 1, 1))
     lengths = undone.abs().sum((2, 3)).norm(dim=1)
+    if norm == "frobenius":
+        lengths = undone.flatten(1).norm(dim=1)
+        if layer.bias is not None:
+            lengths = torch.maximum(lengths, undone.sum((2, 3)).norm(dim=1))
     assert (lengths <= 0.3).all() and (lengths[(found.factors < 1) & (found.factors > 0)] > 0.2998).all()
+
+
+@built
+def test_counts_go_with_their_records() -> None:
+    with pytest.raises(ValueError, match="do not go with records"):
+        native.clip_patches(rand(2, 3, 4, 5), 1.0, (1, 1), (1, 1), (1, 1), [(0, 0)] * 2, counts=torch.ones(5, 4))
 
 
 @built
@@ -316,6 +331,7 @@ def test_the_default_dtype_is_none_of_their_business(dtype: torch.dtype) -> None
     x, image, delta, ones = rand(5, 7, seed=0), 10 * rand(3, 2, 6, 6, seed=1), rand(5, 4, seed=2), torch.ones(5)
     conv, linear, of_rows = nn.Conv2d(2, 3, 3), nn.Linear(1, 4), InputClip(0.7)
     of_patches, upstream = InputClip.before(conv, 0.7, "patch"), rand(3, 3, 4, 4, seed=3)
+    of_all = InputClip.before(nn.Conv2d(2, 3, 3, stride=2), 0.7, "frobenius")
 
     def every() -> list[Tensor]:
         rows, gradients = torch.empty_like(delta), upstream.new_empty(3, 54)
@@ -325,6 +341,7 @@ def test_the_default_dtype_is_none_of_their_business(dtype: torch.dtype) -> None
         ]
         return [
             *of_rows.clip(x), of_rows.measure(x), *of_patches.clip(image), of_patches.measure(image),
+            of_all.measure(image),
             *[part for c in clipped for part in (c.delta, c.factors, c.sums) if part is not None],
             native.weight_rows(delta, ones, rows), rows,
             native.ternary_counts(delta, x, 0.1), native.ternary_sum(delta, x, ones, 0.1),
@@ -333,6 +350,7 @@ def test_the_default_dtype_is_none_of_their_business(dtype: torch.dtype) -> None
 
     expected = every()
     torch.set_default_dtype(dtype)
+    Window.counts.cache_clear()
     try:
         found = every()
     finally:

@@ -222,9 +222,12 @@ class ConvBound(_Affine):
     def clip(
         self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None
     ) -> Clipped:
-        if norm == "frobenius" or not (native.serves(delta) and native.dense(delta) and delta.numel()):
+        if not (native.serves(delta) and native.dense(delta) and delta.numel()):
             return super().clip(layer, z, delta, norm, clip, input_factors)
-        scaled, factors, sums = native.clip_gradients(delta, clip * MARGIN, input_factors)
+        kind = "l1-l2"
+        if norm == "frobenius":
+            kind = "with-bias" if layer.bias is not None and layer.bias.requires_grad else "frobenius"
+        scaled, factors, sums = native.clip_gradients(delta, clip * MARGIN, input_factors, kind=kind)
         return Clipped(scaled, factors, input_factors, sums)
 
     def add(self, layer: Conv, z: Tensor, delta: Tensor, totals: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 6
+_VERSION = 7
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _WIDE = 16
 """Of kernels.c: so many channels at a time."""
@@ -30,8 +30,8 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_clip_rows": (ctypes.c_int, "piidpppp"),
     "privet_scale_outputs": (None, "piiiipp"),
     "privet_weight_rows": (ctypes.c_int, "piippp"),
-    "privet_clip_patches": (ctypes.c_int, "ppdpp"),
-    "privet_clip_gradients": (ctypes.c_int, "piiiidpppp"),
+    "privet_clip_patches": (ctypes.c_int, "ppdppp"),
+    "privet_clip_gradients": (ctypes.c_int, "piiiidipppp"),
     "privet_add_noise": (None, "piddpp"),
 }
 """What each function returns, and what it takes: pointers, int64, float and double."""
@@ -205,26 +205,38 @@ def clip_patches(
     stride: Sequence[int],
     dilation: Sequence[int],
     padding: Sequence[tuple[int, int]],
+    *,
+    counts: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`dense` records: the factor of each that makes its longest patch at most `target` long.
 
-    Zeros are around the records. What is not finite, and what is written to `out` (laid out as x), as in `clip_rows`.
+    With `counts`, of how many patches have each position (contiguous), all patches together are. Zeros are around the
+    records. What is not finite, and what is written to `out` (laid out as x), as in `clip_rows`.
     """
+    if counts is not None and counts.shape != x.shape[2:]:
+        raise ValueError(f"{tuple(counts.shape)} counts do not go with records of {tuple(x.shape)}.")
     axes = zip(x.shape[2:], kernel, stride, dilation, padding, strict=True)
     positions = [(n + before + after - d * (k - 1) - 1) // s + 1 for n, k, s, d, (before, after) in axes]
     last = not x.is_contiguous()
     sizes = (*x.shape, last, *kernel, *stride, *dilation, padding[0][0], padding[1][0], *positions)
     described = (ctypes.c_int64 * len(sizes))(*sizes)
     factors = x.new_empty(x.shape[0])
-    _check(
-        _c().privet_clip_patches(ctypes.addressof(described), x.data_ptr(), target, _address(out), factors.data_ptr())
+    failed = _c().privet_clip_patches(
+        ctypes.addressof(described), x.data_ptr(), target, _address(counts), _address(out), factors.data_ptr()
     )
+    _check(failed)
     return factors
 
 
-def clip_gradients(delta: Tensor, target: float, also: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """`dense` gradients, times factors so that √Σ_c (Σ_t |δ_ct|)² is at most `target`, and times `also`.
+KINDS = ("l1-l2", "frobenius", "with-bias")
+"""Of norms of gradients: √Σ_c (Σ_t |δ_ct|)²; ‖δ‖; the larger of ‖δ‖ and ‖Σ_t δ_t‖. In kernels.c by their number."""
+
+
+def clip_gradients(
+    delta: Tensor, target: float, also: Tensor | None = None, *, kind: str = "l1-l2"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dense` gradients, times factors so that their norm of this kind is at most `target`, and times `also`.
 
     Then the factors, and Σ_t δ_t times the factors alone. What is not finite, as in `clip_rows`.
     """
@@ -232,7 +244,7 @@ def clip_gradients(delta: Tensor, target: float, also: Tensor | None = None) -> 
     out, factors, sums = torch.empty_like(delta), delta.new_empty(records), delta.new_empty(records, channels)
     also = None if also is None else also.float().contiguous()
     failed = _c().privet_clip_gradients(
-        delta.data_ptr(), records, channels, height * width, not delta.is_contiguous(), target,
+        delta.data_ptr(), records, channels, height * width, not delta.is_contiguous(), target, KINDS.index(kind),
         _address(also), out.data_ptr(), factors.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     _check(failed)

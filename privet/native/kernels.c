@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 6; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 7; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -542,9 +542,18 @@ FAST static void largest_patches(const window *w, const lanes *restrict energy, 
     *(lanes *)largest = best + spoiled;
 }
 
-/* out[n] = x[n]·factors[n], so that no patch is longer than `target`; without `out`, only the factors. 0, or 1 if
-   there was no memory. */
-int privet_clip_patches(const window *w, const float *x, double target, float *out, float *factors)
+/* All patches of one record together: squares at each position, times how many patches have that position. */
+FAST static double all_patches(const float *restrict line, const float *restrict counts, int64_t positions)
+{
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t p = 0; p < positions; p++) sum += (double)line[p] * (double)counts[p];
+    return sum;
+}
+
+/* out[n] = x[n]·factors[n], so that no patch is longer than `target`, or, with `counts`, all of them together are not;
+   without `out`, only the factors. 0, or 1 if there was no memory. */
+int privet_clip_patches(const window *w, const float *x, double target, const float *counts, float *out, float *factors)
 {
     const int64_t positions = w->height * w->width, size = w->channels * positions;
     int failed = 0;
@@ -558,15 +567,19 @@ int privet_clip_patches(const window *w, const float *x, double target, float *o
         }
         lanes *bands = energy + positions;
         float *line = (float *)(bands + w->out_height * w->width), largest[LANES];
+        double together[LANES];
 #pragma omp for schedule(static)
         for (int64_t first = 0; first < w->records; first += LANES) {
             if (!energy) continue;
             const int64_t count = w->records - first < LANES ? w->records - first : LANES;
             if (count < LANES) memset(energy, 0, sizeof(lanes) * (size_t)positions);
-            for (int64_t i = 0; i < count; i++) add_channels(w, x + (first + i) * size, line, (float *)energy + i);
-            largest_patches(w, energy, bands, largest);
             for (int64_t i = 0; i < count; i++) {
-                factors[first + i] = factor_of(largest[i], target);
+                add_channels(w, x + (first + i) * size, line, (float *)energy + i);
+                if (counts) together[i] = all_patches(line, counts, positions);
+            }
+            if (!counts) largest_patches(w, energy, bands, largest);
+            for (int64_t i = 0; i < count; i++) {
+                factors[first + i] = factor_of(counts ? together[i] : largest[i], target);
                 if (out) scale(x + (first + i) * size, size, factors[first + i], out + (first + i) * size);
             }
         }
@@ -618,11 +631,17 @@ FAST static void sum_positions(const float *restrict d, int64_t channels, int64_
     }
 }
 
-/* Gradients at a convolution's output, each at most `target` long by √Σ_c (Σ_t |d_ct|)²:
+/* NaN if one of them is. */
+static double larger_of(double a, double b) { return a > b || isnan(a) ? a : b; }
+
+/* Kinds of norms: √Σ_c (Σ_t |d_ct|)²; ‖d‖; the larger of ‖d‖ and ‖Σ_t d_t‖. */
+enum { L1_L2, FROBENIUS, WITH_BIAS };
+
+/* Gradients at a convolution's output, each at most `target` long by its kind of norm:
    out[n] = d[n]·factors[n]·also[n], where `also` may be NULL, and sums[n] = factors[n]·Σ_t d[n]_t.
    0, or 1 if there was no memory. */
 int privet_clip_gradients(const float *d, int64_t records, int64_t channels, int64_t positions, int64_t channels_last,
-                          double target, const float *also, float *out, float *factors, float *sums)
+                          double target, int64_t kind, const float *also, float *out, float *factors, float *sums)
 {
     const int64_t size = channels * positions;
     int failed = 0;
@@ -638,7 +657,8 @@ int privet_clip_gradients(const float *d, int64_t records, int64_t channels, int
             if (!sizes) continue;
             double *totals = sizes + channels, square = 0;
             sum_positions(d + n * size, channels, positions, (int)channels_last, sizes, totals);
-            for (int64_t c = 0; c < channels; c++) square += sizes[c] * sizes[c];
+            for (int64_t c = 0; c < channels; c++) square += kind == L1_L2 ? sizes[c] * sizes[c] : kind == WITH_BIAS ? totals[c] * totals[c] : 0;
+            if (kind != L1_L2) square = larger_of(square, squared_length(d + n * size, size));
             const float factor = factors[n] = factor_of(square, target);
             for (int64_t c = 0; c < channels; c++)
                 sums[n * channels + c] = factor == 0 ? 0 : (float)(factor * totals[c]);

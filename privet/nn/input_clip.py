@@ -82,6 +82,17 @@ class Window:
         """
         return self._along_axes(energy, self.dilation, self.stride, self.kernel)
 
+    @lru_cache  # noqa: B019 (a window is a few numbers, and there are few)
+    def counts(self, shape: tuple[int, ...], *, all_once: bool) -> Tensor:
+        """How many patches have each position of an input of this shape; or one for each."""
+        counts = torch.ones(shape, dtype=torch.float32, device="cpu")
+        if not all_once:
+            for i, n in enumerate(shape):
+                before, after = self.padding[2 * (len(shape) - 1 - i) : 2 * (len(shape) - i)]
+                along = _box(n, before, after, self.mode, self.kernel[i], self.stride[i], self.dilation[i]).sum(1)
+                counts = counts * along.view(-1, *[1] * (len(shape) - 1 - i))
+        return counts
+
     def padded(self, energy: Tensor) -> Tensor:
         return self._along_axes(energy, [1] * len(self.kernel), [1] * len(self.kernel), [1] * len(self.kernel))
 
@@ -254,14 +265,15 @@ class InputClip(nn.Module):
         if window is None:
             return native.clip_rows(x, target, out=out)
         left, right, top, bottom = window.padding
+        padding = [(top, bottom), (left, right)]
+        counts = None if self.norm == "patch" else window.counts(tuple(x.shape[2:]), all_once=self.norm == "input")
         return native.clip_patches(
-            x, target, window.kernel, window.stride, window.dilation, [(top, bottom), (left, right)], out
+            x, target, window.kernel, window.stride, window.dilation, padding, counts=counts, out=out
         )
 
     def _patches_are_short(self, x: Tensor, window: Window) -> bool:
         return (
-            self.norm == "patch"
-            and (window.mode, window.groups) == ("zeros", 1)
+            (window.mode, window.groups) == ("zeros", 1)
             and x.shape[1] + sum(window.kernel) <= _SHORT
             and all(n > 0 for n in x.shape)
         )
