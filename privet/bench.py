@@ -1,12 +1,12 @@
 """How much longer a private step takes than an ordinary one, and how much more memory it needs.
 
 Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both; the median
-of many. Memory: the peak of a fresh process for each (the accountant, which no step needs, is not loaded there: it
-takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever memory
-layout is faster for the model; the private one may choose its layout too. Both keep freed memory (`privet.memory`), as
-every run does unless it is told not to, which makes both faster. A private step is a whole one: forward and
-backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step. `against` another method, that
-method's step (with cross-entropy) takes the place of the ordinary one.
+of many. Memory: the peak of a fresh process for each, the median of three (the accountant, which no step needs, is not
+loaded there: it takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever
+memory layout is faster for the model; the private one may choose its layout too. Both keep freed memory
+(`privet.memory`), as every run does unless it is told not to, which makes both faster. A private step is a whole one:
+forward and backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step. `against` another
+method, that method's step (with cross-entropy) takes the place of the ordinary one.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from .sampling import Chunk, Poisson
 
 _WARM_UP = 3
 _MEMORY_STEPS = 4
+_MEMORY_PROCESSES = 3  # where freed memory is used again is a matter of luck, up to a tenth of all of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,10 @@ def measure(
     for kind in compared:
         _, best[kind] = min((times[kind, layout], layout) for layout in case.layouts)
     seconds = {kind: times[kind, layout] for kind, layout in best.items()}
-    peaks = {kind: _peak(*compared[kind], layout, keep_memory) for kind, layout in best.items()}
+    peaks = {
+        kind: statistics.median_low(_peak(*compared[kind], layout, keep_memory) for _ in range(_MEMORY_PROCESSES))
+        for kind, layout in best.items()
+    }
     base = "ordinary" if against is None else against.name
     return {
         "model": case.model,
@@ -159,12 +163,12 @@ def measure(
         "loss": case.loss,
         "against": base,
         "ratio": seconds["private"] / seconds["base"],
-        "memory_ratio": peaks["private"]["peak"] / peaks["base"]["peak"],
-        "memory_ratio_above_import": _above_import(peaks["private"]) / _above_import(peaks["base"]),
+        "memory_ratio": peaks["private"].most / peaks["base"].most,
+        "memory_ratio_above_import": peaks["private"].above_import / peaks["base"].above_import,
         "base_ms": 1e3 * seconds["base"],
         "private_ms": 1e3 * seconds["private"],
-        "base_mib": peaks["base"]["peak"] / 1024,
-        "private_mib": peaks["private"]["peak"] / 1024,
+        "base_mib": peaks["base"].most / 1024,
+        "private_mib": peaks["private"].most / 1024,
         "layouts": best,
         "keep_memory": keep_memory,
         "repetitions": repetitions,
@@ -201,12 +205,20 @@ def _step(case: Case, method: Method | None, layout: str, folder: Path, keep_mem
     return ordinary(case, layout) if method is None else private(case, layout, method, folder, keep_memory)
 
 
-def _above_import(peak: dict[str, int]) -> int:
-    return peak["peak"] - peak["imported"]
+@dataclass(frozen=True, order=True)
+class _Peak:
+    """Resident memory of a process, in KiB: the most, and what it had before the first step."""
+
+    most: int
+    imported: int
+
+    @property
+    def above_import(self) -> int:
+        return self.most - self.imported
 
 
-def _peak(case: Case, method: Method | None, layout: str, keep_memory: bool) -> dict[str, int]:
-    """Peak resident memory (KiB) of a fresh process that does a few steps, and what it had before the first."""
+def _peak(case: Case, method: Method | None, layout: str, keep_memory: bool) -> _Peak:
+    """Of a fresh process that does a few steps."""
     task: dict[str, Any] = {"case": asdict(case), "layout": layout, "keep_memory": keep_memory, "method": None}
     if method is not None:
         options = {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]
@@ -224,8 +236,7 @@ def _peak(case: Case, method: Method | None, layout: str, keep_memory: bool) -> 
     )
     if process.returncode:
         raise PrivetError(f"The memory of a step could not be measured: {process.stderr.strip()[-500:]}")
-    result: dict[str, int] = json.loads(process.stdout)
-    return result
+    return _Peak(**json.loads(process.stdout))
 
 
 def _peak_of_this_process() -> int:
@@ -251,7 +262,7 @@ def _memory_worker(task: dict[str, Any]) -> None:
         for _ in range(_MEMORY_STEPS):
             step()
         peak = _peak_of_this_process()
-    print(json.dumps({"peak": peak, "imported": imported}))
+    print(json.dumps({"most": peak, "imported": imported}))
 
 
 if __name__ == "__main__":
