@@ -133,7 +133,8 @@ def convolutions(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, ...]]:
         "padding": "same" if same else pair(0, 2), "bias": draw(st.booleans()),
         "padding_mode": draw(st.sampled_from(["zeros", "zeros", "circular"])),
     }  # fmt: skip
-    space = tuple(d * (k - 1) + 1 + draw(st.integers(0, 6)) for k, d in zip(kernel, dilation, strict=True))
+    fewest = 0 if same or options["padding_mode"] == "zeros" else 1  # circular padding wraps around once
+    space = tuple(d * (k - 1) + 1 + draw(st.integers(fewest, 6)) for k, d in zip(kernel, dilation, strict=True))
     return options, (draw(st.integers(1, 4)), options["in_channels"], *space)
 
 
@@ -151,7 +152,8 @@ def test_convolutions(drawn: tuple[dict[str, Any], tuple[int, ...]], channels_la
         layer, x = layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     padded, padding = conv.explicit_padding(layer, x)
     delta = torch.randn_like(layer(x))
-    found = conv._in_one_loop(layer, padded, padding, delta)
+    found, bias = conv._in_one_loop(layer, padded, padding, delta).values()
+    torch.testing.assert_close(bias.dense().double(), delta.double().sum((2, 3)), rtol=1e-5, atol=1e-5)
     for n in range(len(x)):
         twin, one = layer.double(), x[n : n + 1].double()
         (expected,) = torch.autograd.grad(twin(one), twin.weight, delta[n : n + 1].double())
@@ -168,7 +170,8 @@ def test_expanded_and_sliced_tensors_are_read_by_their_strides() -> None:
     for x in (large[::2, :, 2:8, ::2], large.to(memory_format=torch.channels_last)[::2, :, 2:8, ::2]):
         for one in (rand(1, 5, 1, 1), rand(4, 1, 6, 5), torch.ones(())):
             delta = one.expand(4, 5, 6, 5)
-            found = conv._in_one_loop(layer, x, [(1, 1), (1, 1)], delta)
+            found, bias = conv._in_one_loop(layer, x, [(1, 1), (1, 1)], delta).values()
+            torch.testing.assert_close(bias.dense(), delta.sum((2, 3)))
             torch.testing.assert_close(found.dense(), conv._instantiate(layer, x, [(1, 1), (1, 1)], delta).dense())
 
 
@@ -189,9 +192,16 @@ def test_sizes_that_do_not_fit_are_refused(changed: str) -> None:
 
 
 @built
+def test_sums_over_many_positions_keep_their_digits() -> None:
+    delta = torch.full((1, 2, 1000, 1000), 0.1)
+    _, bias = conv._in_one_loop(nn.Conv2d(1, 2, 1), torch.ones(1, 1, 1000, 1000), [(0, 0), (0, 0)], delta).values()
+    torch.testing.assert_close(bias.dense(), torch.full((1, 2), 1e5), rtol=1e-4, atol=0)
+
+
+@built
 def test_norms_of_very_small_gradients_do_not_vanish() -> None:
     layer, x = nn.Conv2d(1, 2, 2), torch.full((1, 1, 2, 2), 1e-20)
-    found = conv._in_one_loop(layer, x, [(0, 0), (0, 0)], torch.full((1, 2, 1, 1), 1e-15))
+    found = conv._in_one_loop(layer, x, [(0, 0), (0, 0)], torch.full((1, 2, 1, 1), 1e-15))["weight"]
     assert found.squared_norms.item() == pytest.approx(8 * 1e-70, rel=1e-5)
 
 
@@ -345,7 +355,7 @@ def test_the_default_dtype_is_none_of_their_business(dtype: torch.dtype) -> None
             *[part for c in clipped for part in (c.delta, c.factors, c.sums) if part is not None],
             native.weight_rows(delta, ones, rows), rows,
             native.ternary_counts(delta, x, 0.1), native.ternary_sum(delta, x, ones, 0.1),
-            native.convolution_gradients(conv, image, [(0, 0), (0, 0)], upstream, gradients), gradients,
+            *native.convolution_gradients(conv, image, [(0, 0), (0, 0)], upstream, gradients), gradients,
         ]  # fmt: skip
 
     expected = every()

@@ -60,10 +60,10 @@ def conv(layer: Conv, z: Tensor, delta: Tensor) -> Mapping[str, PerRecord]:
     if layer.groups == 1 and _ghost_is_cheaper(layer, z, delta):
         found["weight"] = _Ghost(layer, padded, padding, delta)
     elif isinstance(layer, nn.Conv2d) and layer.groups == 1 and _loop_is_faster(layer, z, delta):
-        found["weight"] = _in_one_loop(layer, padded, padding, delta)
+        found |= _in_one_loop(layer, padded, padding, delta)
     else:
         found["weight"] = _instantiate(layer, padded, padding, delta)
-    if layer.bias is not None:
+    if layer.bias is not None and "bias" not in found:
         found["bias"] = Dense.of(delta.flatten(2).sum(2))
     return found
 
@@ -87,17 +87,17 @@ def _loop_is_faster(layer: nn.Conv2d, z: Tensor, delta: Tensor) -> bool:
     return layer.weight[0].numel() <= _MOST_TAPS and native.serves(z, delta)
 
 
-def _in_one_loop(layer: nn.Conv2d, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> Dense:
-    """∇W of each record, without copying patches."""
+def _in_one_loop(layer: nn.Conv2d, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> dict[str, PerRecord]:
+    """∇W and ∇b of each record, without copying patches."""
     rows = scratch().take((len(z), layer.weight.numel()), z)
-    squares = native.convolution_gradients(layer, z, padding, delta, rows)
+    squares, sums = native.convolution_gradients(layer, z, padding, delta, rows)
     shape = (*layer.kernel_size, layer.in_channels, layer.out_channels)
 
     def shaped(rows: Tensor) -> Tensor:
         rows = rows[0].view(*rows.shape[1:-1], *shape)
         return rows.movedim((-1, -2), (-4, -3))
 
-    return Dense(rows.unsqueeze(0), shaped, squares)
+    return {"weight": Dense(rows.unsqueeze(0), shaped, squares), "bias": Dense.of(sums)}
 
 
 def _instantiate(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delta: Tensor) -> Dense:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 7
+_VERSION = 8
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _WIDE = 16
 """Of kernels.c: so many channels at a time."""
 _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_ternary_counts": (None, "ppiiifp"),
     "privet_ternary_sum": (None, "pppiiifp"),
-    "privet_convolution_gradients": (ctypes.c_int, "ppppp"),
+    "privet_convolution_gradients": (ctypes.c_int, "pppppp"),
     "privet_convolution_inputs": (ctypes.c_int, "pppp"),
     "privet_clip_rows": (ctypes.c_int, "piidpppp"),
     "privet_scale_outputs": (None, "piiiipp"),
@@ -92,20 +92,22 @@ def ternary_sum(delta: Tensor, z: Tensor, weights: Tensor, tau: float) -> Tensor
 
 def convolution_gradients(
     layer: nn.Conv2d, z: Tensor, padding: Sequence[tuple[int, int]], delta: Tensor, rows: Tensor
-) -> Tensor:
-    """Writes each record's ∇W to `rows` (records, kernel height·width·channels·out channels); gives squared norms.
+) -> tuple[Tensor, Tensor]:
+    """Writes each record's ∇W to `rows` (records, kernel height·width·channels·out channels).
 
-    For any layout, stride, dilation and zero padding; one group. Norms are added up in float64.
+    Gives their squared norms, which are added up in float64, and each record's ∇b. For any layout, stride, dilation and
+    zero padding; one group.
     """
     if not rows.is_contiguous() or rows.numel() != len(z) * layer.weight.numel():
         raise ValueError(f"rows of shape {tuple(rows.shape)} do not hold {len(z)} gradients of {layer.kernel_size}.")
     described = _convolution(layer, z, padding, delta)
-    squares = z.new_empty(len(z), dtype=torch.float64)
+    squares, sums = z.new_empty(len(z), dtype=torch.float64), z.new_empty(delta.shape[:2])
     failed = _c().privet_convolution_gradients(
-        ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr()
-    )
+        ctypes.addressof(described), z.data_ptr(), delta.data_ptr(), rows.data_ptr(), squares.data_ptr(),
+        sums.data_ptr(),
+    )  # fmt: skip
     _check(failed)
-    return squares
+    return squares, sums
 
 
 def convolution_inputs(layer: nn.Conv2d, x: Tensor, padding: Sequence[tuple[int, int]], delta: Tensor) -> Tensor:

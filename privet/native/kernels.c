@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 7; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 8; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -179,9 +179,25 @@ FAST static double sum_of_squares(const float *restrict x, int64_t size)
     return sum;
 }
 
-/* rows[n] = the gradient of record n, as (kernel height, kernel width, channels, out channels), and its squared norm.
-   0, or 1 if there was no memory. */
-int privet_convolution_gradients(const convolution *c, const float *x, const float *delta, float *rows, double *squares)
+/* sums = Σ of rows, of which `kept` of `depth` numbers count; `part` is room for as many. Few at a time: sums of many
+   float32 would lose digits. */
+FAST static void add_rows(const float *restrict x, int64_t rows, int64_t depth, int64_t kept, float *restrict part,
+                          float *restrict sums)
+{
+    memset(sums, 0, sizeof(float) * (size_t)kept);
+    for (int64_t first = 0; first < rows; first += 256) {
+        memset(part, 0, sizeof(float) * (size_t)kept);
+        for (int64_t row = first; row < rows && row < first + 256; row++)
+#pragma omp simd
+            for (int64_t i = 0; i < kept; i++) part[i] += x[row * depth + i];
+        for (int64_t i = 0; i < kept; i++) sums[i] += part[i];
+    }
+}
+
+/* rows[n] = the gradient of record n, as (kernel height, kernel width, channels, out channels), and its squared norm;
+   sums[n] = delta[n], added up over positions. 0, or 1 if there was no memory. */
+int privet_convolution_gradients(const convolution *c, const float *x, const float *delta, float *rows, double *squares,
+                                 float *sums)
 {
     const int64_t depth = (c->out_channels + WIDE - 1) / WIDE * WIDE;
     const int64_t frame_size = c->padded_height * c->padded_width * c->channels;
@@ -194,12 +210,12 @@ int privet_convolution_gradients(const convolution *c, const float *x, const flo
     int failed = 0;
 #pragma omp parallel
     {
-        float *frame = calloc((size_t)(frame_size + delta_size), sizeof(float));
+        float *frame = calloc((size_t)(frame_size + delta_size + depth), sizeof(float));
         if (!frame) {
 #pragma omp atomic write
             failed = 1;
         }
-        float *flat = frame + frame_size;
+        float *flat = frame + frame_size, *part = flat + delta_size;
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < c->records; n++) {
             if (!frame) continue;
@@ -233,6 +249,7 @@ int privet_convolution_gradients(const convolution *c, const float *x, const flo
                             out + (row * c->kernel_width + piece) * c->channels * c->out_channels + first);
             }
             squares[n] = sum_of_squares(out, size);
+            add_rows(flat, c->out_height * c->out_width, depth, c->out_channels, part, sums + n * c->out_channels);
         }
         free(frame);
     }
