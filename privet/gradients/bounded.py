@@ -217,7 +217,7 @@ class ConvBound(_Affine):
 
     def shrinks(self, layer: Conv, x: Tensor) -> bool:
         window = cast(Window, Window.of(layer))
-        return len(x) * layer.out_channels * math.prod(window.positions(x.shape[2:])) < x.numel()
+        return len(x) * layer.out_channels * math.prod(window.positions(x.shape[2:])) <= x.numel()
 
     def clip(
         self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None
