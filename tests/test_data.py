@@ -324,6 +324,14 @@ class TestTable:
             assert records(other.train) == records(plain.train)
             assert records(other.test) == records(plain.test)
 
+    @pytest.mark.parametrize("new", ["1,a", "1.0,a", "1e0,a", "NA,b", ",b", "x,b"])
+    def test_one_row_more_moves_no_other_that_is_nearly_equal(self, tmp_path: Path, new: str) -> None:
+        """In a column of text 1 and 1.0 are two values, and NA and nothing: such rows do not stand for each other."""
+        rows = [f"{('1', '1.0', 'NA', '', 'x')[i % 5]},{'ab'[i // 5 % 2]}" for i in range(60)]
+        base = load(write(tmp_path / "a.csv", "c,y", *rows), target="y", test_fraction=0.5, validation=0.5)
+        more = load(write(tmp_path / "b.csv", "c,y", new, *rows), target="y", test_fraction=0.5, validation=0.5)
+        assert distance(records(base.train), records(more.train)) <= 1
+
     def test_who_is_held_out_does_not_depend_on_how_rows_are_encoded(self, tmp_path: Path) -> None:
         """Else a record could be measured without noise in one run and count as protected in another."""
         rows = [f"{i},{i % 7},{'ab'[i % 2]}" for i in range(300)]

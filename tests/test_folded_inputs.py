@@ -81,7 +81,7 @@ def test_where_outputs_are_smaller_they_are_scaled_in_place_of_inputs(
     def step(scaled: bool) -> tuple[Tensor, dict[str, Tensor]]:
         with monkeypatch.context() as patch:
             if not scaled:
-                patch.setattr(type(session._layers["0"].rule), "shrinks", lambda *_: False)
+                patch.setattr(type(session._layers["0"].rule), "does_not_grow", lambda *_: False)
             session.begin()
             with session.listening():
                 output = model(x)
@@ -89,7 +89,7 @@ def test_where_outputs_are_smaller_they_are_scaled_in_place_of_inputs(
             session.add(output.flatten(1).square().sum(1))
             return output.detach().clone(), {q.name: q.total.clone() for q in session.finish()}
 
-    assert session._layers["0"].rule.shrinks(model[0], x) == (name != "linear over positions")
+    assert session._layers["0"].rule.does_not_grow(model[0], x) == (name != "linear over positions")
     (output, found), (expected, sums_of_copies) = step(True), step(False)
     session.close()
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)

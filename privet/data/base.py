@@ -113,9 +113,9 @@ def coins(
 ) -> Tensor:
     """Which records to hold out, each by its own coin with probability `fraction`, or each user by one.
 
-    A record's coin is a hash under `key` of the record (of its mark, where there are `marks`) and of how many equal
-    ones came before it; a user's is one of the user's id. Nothing else goes into it: no seed, no order, no bounds of
-    columns. So whoever is held out of one run is held out of all runs on the data set that hold out as many, and of
+    A record's coin is a hash under `key` of the record (of its mark, where there are `marks`) and of how many records
+    equal to it came before; a user's is one of the user's id. Nothing else goes into it: no seed, no order, no bounds
+    of columns. So whoever is held out of one run is held out of all runs on the data set that hold out as many, and of
     those that hold out more: metrics of them are released without noise, which the cost of other runs says nothing of.
 
     Formal guarantee: the split is 1-stable. Adding, removing or replacing one record (or user) anywhere in the order
@@ -130,7 +130,7 @@ def coins(
         names: Iterable[bytes] = (user.encode() for user in users)
     else:
         contents = (a.tobytes() + b.tobytes() for a, b in zip(x.numpy(), y.numpy(), strict=True))
-        names = _names(contents if marks is None else marks, digest_key)
+        names = _names(contents, marks, digest_key)
     drawn = (int.from_bytes(blake2b(name, digest_size=8, key=digest_key).digest()) for name in names)
     found = [coin < fraction * 2.0**64 for coin in drawn]
     if all(found) or not any(found):
@@ -141,10 +141,14 @@ def coins(
     return torch.tensor(found)
 
 
-def _names(records: Iterable[bytes], key: bytes) -> Iterator[bytes]:
-    """What tells a record from the others: its content, and how many equal ones came before."""
+def _names(contents: Iterable[bytes], marks: Sequence[bytes] | None, key: bytes) -> Iterator[bytes]:
+    """What tells a record from the others: its mark, or its content, and how many equal ones came before.
+
+    Equal in both: one record more may move only those that it stands for, and rows with one mark may differ.
+    """
     earlier: Counter[bytes] = Counter()
-    for record in records:
-        digest = blake2b(record, key=key).digest()
-        yield digest + earlier[digest].to_bytes(8)
-        earlier[digest] += 1
+    for i, content in enumerate(contents):
+        mark = blake2b(content if marks is None else marks[i], key=key).digest()
+        record = blake2b(content, key=mark).digest()
+        yield mark + earlier[record].to_bytes(8)
+        earlier[record] += 1

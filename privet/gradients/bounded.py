@@ -86,12 +86,12 @@ class Bounded(ABC):
     """Whether an input's factor may be put on δ instead (this file's head): `add_clipped` then gets the input as it was
     before its clip."""
 
-    def shrinks(self, layer: Any, x: Tensor) -> bool:
+    def does_not_grow(self, layer: Any, x: Tensor) -> bool:
         """Whether the output is no larger than this input, so that an input's factors are better put on it."""
         return False
 
     def scale_output(self, layer: Any, output: Tensor, factors: Tensor) -> None:
-        """Makes the output of a layer that `shrinks`, in place, what it would be for inputs times these factors."""
+        """Makes the output, in place, what it would be for inputs times these factors; if the layer `does_not_grow`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -182,7 +182,7 @@ class LinearBound(_Affine):
     def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
         return delta.dim() - 1, list(range(1, delta.dim() - 1))
 
-    def shrinks(self, layer: nn.Linear, x: Tensor) -> bool:
+    def does_not_grow(self, layer: nn.Linear, x: Tensor) -> bool:
         return x.dim() == 2 and layer.out_features <= layer.in_features
 
     def clip(
@@ -215,7 +215,7 @@ class ConvBound(_Affine):
     def _axes(self, delta: Tensor) -> tuple[int, list[int]]:
         return 1, list(range(2, delta.dim()))
 
-    def shrinks(self, layer: Conv, x: Tensor) -> bool:
+    def does_not_grow(self, layer: Conv, x: Tensor) -> bool:
         window = cast(Window, Window.of(layer))
         return len(x) * layer.out_channels * math.prod(window.positions(x.shape[2:])) <= x.numel()
 

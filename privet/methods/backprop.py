@@ -407,7 +407,12 @@ class _BackpropSession(Session):
 
     def _clip(self, layer: _Layer, clip: InputClip, x: Tensor) -> _ClippedInput:
         rule, unit = layer.rule, layer.unit
-        if rule.folds and rule.shrinks(unit.layer, x) and self.taps.is_first_to_see(unit) and x.dtype == torch.float32:
+        if (
+            rule.folds
+            and rule.does_not_grow(unit.layer, x)
+            and self.taps.is_first_to_see(unit)
+            and x.dtype == torch.float32
+        ):
             factors = clip.measure(x.detach())
             if not _any_small(factors):
                 return _ClippedInput(x, x, factors, scales_output=True)

@@ -235,14 +235,13 @@ class _BatchSession(Session):
             mine = {name: self._frozen.without(name, vector[name]) for name in group.parameters if name in vector}
             if scales is not None:
                 mine = {name: part * scales[name] for name, part in mine.items()}
-            if not mine:
-                continue
-            parts, totals = list(mine.values()), [group.views[name] for name in mine]
-            norm = float(torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).norm()) / divisor
-            if math.isfinite(norm):
+            norms = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in mine.values())
+            norm = math.hypot(*norms) / divisor
+            if mine and math.isfinite(norm):
                 factor = self.scale * _MARGIN / max(1.0, norm / self.thresholds.clips[group.name]) / divisor
                 if factor >= _SMALLEST_FACTOR:
-                    torch._foreach_add_(totals, parts, alpha=factor)
+                    for name, part in mine.items():
+                        group.views[name].add_(part, alpha=factor)
 
     def finish(self) -> list[Query]:
         clips, scales = self.thresholds.clips, self.thresholds.scales

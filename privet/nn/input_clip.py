@@ -258,7 +258,7 @@ class InputClip(nn.Module):
             return False
         if self.window is None:
             return x.dim() == 2
-        return native.dense(x) and self._patches_are_short(x, self.window)
+        return native.dense(x) and self._sums_are_short(x, self.window)
 
     def _by_loop(self, x: Tensor, out: Tensor | None) -> Tensor:
         target, window = _MARGIN * float(self.bound), self.window
@@ -271,7 +271,7 @@ class InputClip(nn.Module):
             x, target, window.kernel, window.stride, window.dilation, padding, counts=counts, out=out
         )
 
-    def _patches_are_short(self, x: Tensor, window: Window) -> bool:
+    def _sums_are_short(self, x: Tensor, window: Window) -> bool:
         return (
             (window.mode, window.groups) == ("zeros", 1)
             and x.shape[1] + sum(window.kernel) <= _SHORT
