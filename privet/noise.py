@@ -65,7 +65,7 @@ class Source:
         self._rekey(os.urandom(32) if seed is None else hashlib.sha256(str(int(seed)).encode()).digest())
         # Two words more than are used: some versions of `cryptography` ask for room for a spare cipher block.
         self._words = torch.empty(2 * _PAIRS + 2, dtype=torch.int64, device="cpu")
-        self._bits = self._words.numpy().view(np.uint64)
+        self._bytes = self._words.numpy().view(np.uint8).data
         self._in_use = threading.Lock()
         self._uniforms = torch.empty(2 * _PAIRS, dtype=torch.float64, device="cpu")
         self._noise = torch.empty(2 * _PAIRS, dtype=torch.float64, device="cpu")
@@ -81,30 +81,34 @@ class Source:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Words lie in memory of this source until they are made use of: another thread would get the same ones."""
-        if not self._in_use.acquire(blocking=False):
-            raise PrivetError(
-                "Two threads draw from one source of randomness at the same time, which could give both the same "
-                "noise. Nothing was released. Give each thread a run of its own."
-            )
+        self._take()
         try:
             yield
         finally:
             self._in_use.release()
 
-    def _fill(self, buffer: npt.NDArray[np.uint64], count: int) -> None:
-        """Write `count` keystream words to the front of `buffer`, which has room for two more."""
+    def _take(self) -> None:
+        if not self._in_use.acquire(blocking=False):
+            raise PrivetError(
+                "Two threads draw from one source of randomness at the same time, which could give both the same "
+                "noise. Nothing was released. Give each thread a run of its own."
+            )
+
+    def _fill(self, buffer: memoryview, count: int) -> None:
+        """Write `count` keystream words to the front of `buffer` (of bytes), which has room for two more."""
         if self._process != os.getpid() and self.level != "seeded":
             self._rekey(os.urandom(32))
-        target = buffer.view(np.uint8).data
-        for start in range(0, 8 * count, len(_ZEROS)):
-            zeros = _ZEROS if start + len(_ZEROS) <= 8 * count else _ZEROS[: 8 * count - start]
-            self._stream.update_into(zeros, target[start:])
+        size, start = 8 * count, 0
+        while start < size:
+            part = min(size - start, len(_ZEROS))
+            self._stream.update_into(_ZEROS if part == len(_ZEROS) else _ZEROS[:part], buffer[start:])
+            start += part
 
     def words(self, count: int) -> npt.NDArray[np.uint64]:
         """The next `count` words of 64 uniform bits; the first n of them do not depend on `count`."""
         buffer = np.empty(count + 2, dtype=np.uint64)
         with self._alone():
-            self._fill(buffer, count)
+            self._fill(buffer.view(np.uint8).data, count)
         return buffer[:count]
 
     def uniforms(self, count: int) -> npt.NDArray[np.float64]:
@@ -161,7 +165,7 @@ class Source:
     def _normals(self, out: torch.Tensor, scale: float) -> torch.Tensor:
         """Fill `out` (float64, at most 2·_PAIRS entries) with scale·N(0, 1)."""
         half = (len(out) + 1) // 2
-        self._fill(self._bits, 2 * half)
+        self._fill(self._bytes, 2 * half)
         words, uniforms = self._words[: 2 * half], self._uniforms[: 2 * half]
         words[:half].bitwise_and_(2**63 - 1)
         uniforms.copy_(words)  # keeps the 53 leading bits of each
@@ -173,17 +177,27 @@ class Source:
         torch.sin(angle[:rest], out=out[half:]).mul_(radius[:rest])
         return out
 
-    def _add_rounded(self, values: torch.Tensor, std: float, grid: float, out: torch.Tensor) -> None:
-        """values + N(0, std²), rounded to multiples of `grid`, to `out`; at most 2·_PAIRS of them."""
+    def _add_rounded(self, values: torch.Tensor, std: float, grid: float, out: torch.Tensor) -> bool:
+        """values + N(0, std²), rounded to multiples of `grid`, to `out`; at most 2·_PAIRS of them.
+
+        Gives whether all values are finite.
+        """
         count = values.numel()
-        apart = abs(values.data_ptr() - out.data_ptr()) >= values.nbytes
-        with self._alone():
-            if native.serves(values, out) and values.is_contiguous() and out.is_contiguous() and apart:
-                self._fill(self._bits, count + count % 2)
-                native.add_noise(self._words, values, std, grid, out)
-            else:
-                noise = self._normals(self._noise[:count], scale=std / grid)
-                out.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
+        self._take()
+        try:
+            if (
+                native.serves(values, out)
+                and values.is_contiguous()
+                and out.is_contiguous()
+                and abs(values.data_ptr() - out.data_ptr()) >= 4 * count
+            ):
+                self._fill(self._bytes, count + count % 2)
+                return native.add_noise(self._words, values, std, grid, out)
+            finite, noise = _all_finite(values), self._normals(self._noise[:count], scale=std / grid)
+            out.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
+            return finite
+        finally:
+            self._in_use.release()
 
     def add_noise(self, total: torch.Tensor, std: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """`total` (flat, float32 or float64) plus Gaussian noise of deviation `std`, on a grid; in float64.
@@ -206,25 +220,36 @@ class Source:
                 f"total is {total.dtype} of shape {tuple(total.shape)}: give a flat float32 or float64 one."
             )
         total = total.detach()
-        # Noise hides nothing in an infinite sum, so fail closed. (A sum is the cheapest test of all entries.)
-        if not math.isfinite(total.sum().item()):
-            raise PrivetError("The sum to be noised is not finite: the bound must drop non-finite records first.")
         if out is None:
             out = torch.empty_like(total, dtype=torch.float64)
         if std == 0:
-            return out.copy_(total)
-        blocks = [(total, out)]
-        if total.numel() > 2 * _PAIRS:
-            blocks = list(zip(torch.split(total, 2 * _PAIRS), torch.split(out, 2 * _PAIRS), strict=True))
-        for values, result in blocks:
-            if self.level == "exact":
-                grid = math.ldexp(std, -_GRID_BITS)
-                cells = np.rint(values.cpu().double().numpy() / grid).clip(-_EXACT_RANGE, _EXACT_RANGE)
-                noised = cells.astype(np.int64) + _discrete_gaussian(self, len(cells), _GRID_BITS)
-                result.copy_(torch.from_numpy(noised * grid))
-            else:
-                self._add_rounded(values, std, math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS), result)
+            finite = _all_finite(total)
+            out.copy_(total)
+        elif total.numel() <= 2 * _PAIRS:
+            finite = self._add_block(total, std, out)
+        else:
+            blocks = zip(torch.split(total, 2 * _PAIRS), torch.split(out, 2 * _PAIRS), strict=True)
+            finite = all([self._add_block(values, std, result) for values, result in blocks])
+        if not finite:  # noise hides nothing in an infinite sum, so fail closed
+            out.zero_()
+            raise PrivetError("The sum to be noised is not finite: the bound must drop non-finite records first.")
         return out
+
+    def _add_block(self, values: torch.Tensor, std: float, out: torch.Tensor) -> bool:
+        """At most 2·_PAIRS values, noised, to `out`; gives whether all of them are finite."""
+        if self.level != "exact":
+            return self._add_rounded(values, std, math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS), out)
+        if not _all_finite(values):
+            return False
+        grid = math.ldexp(std, -_GRID_BITS)
+        cells = np.rint(values.cpu().double().numpy() / grid).clip(-_EXACT_RANGE, _EXACT_RANGE)
+        noised = cells.astype(np.int64) + _discrete_gaussian(self, len(cells), _GRID_BITS)
+        out.copy_(torch.from_numpy(noised * grid))
+        return True
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    return math.isfinite(values.sum().item())  # the cheapest test of all entries
 
 
 def exact_sensitivity(sensitivity: float, size: int, std: float) -> float:

@@ -31,7 +31,7 @@ from .probe import Probe
 from .query import PlannedQueries, Vectors, bounded_sums, check_bounds, record_shares, refuse_mixed, release_sums
 from .records import length, options_for_loader, records_by_user, refuse_overlap
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
-from .state import Buffers, Parameters
+from .state import Buffers, Parameters, layers_of, parameters_of
 from .statement import statement
 from .step import PostProcess, Rules, Step, noise_stds
 
@@ -406,7 +406,7 @@ class Run:
         return self._step(self._load([np.asarray(sample, dtype=np.int64)]))
 
     def _step(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Step:
-        for parameter in self.model.parameters():
+        for parameter in parameters_of(self.model).values():
             parameter.grad = None
         epoch, place = divmod(self.steps_done, self.sampling.steps_per_epoch(self.records))
         if place == 0:
@@ -492,7 +492,7 @@ class Run:
         return self._probe
 
     def _modes_now(self) -> list[bool]:
-        return [module.training for module in self.model.modules()]
+        return [layer.training for layer in layers_of(self.model).values()]
 
     def _end_probe(self) -> None:
         """After made-up records went through the model it is known how much memory one of them takes."""

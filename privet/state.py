@@ -6,11 +6,38 @@ import torch
 from torch import Tensor, nn
 
 
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """What `model.named_modules()` gives, in a fraction of the time, as it is asked for several times in each step."""
+    found: dict[str, nn.Module] = {}
+    _gather(model, "", found, set())
+    return found
+
+
+def _gather(layer: nn.Module, name: str, found: dict[str, nn.Module], seen: set[nn.Module]) -> None:
+    found[name] = layer
+    seen.add(layer)
+    for child, module in layer._modules.items():
+        if module is not None and module not in seen:
+            _gather(module, f"{name}.{child}" if name else child, found, seen)
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What `model.named_parameters()` gives."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[nn.Parameter] = set()
+    for path, layer in layers_of(model).items():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                found[f"{path}.{name}" if path else name] = parameter
+    return found
+
+
 class Buffers:
     """What the buffers of a model are now, bit by bit, to be restored later."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = {name: (layer, dict(layer._buffers)) for name, layer in model.named_modules()}
+        self._layers = {name: (layer, dict(layer._buffers)) for name, layer in layers_of(model).items()}
         buffers = [b for _, held in self._layers.values() for b in held.values() if b is not None]
         self._values = {id(b): b.detach().clone() for b in buffers}
 
@@ -19,6 +46,8 @@ class Buffers:
         """Puts back what was changed, exchanged, added or taken away, and gives the names."""
         changed: list[str] = []
         for path, (layer, held) in self._layers.items():
+            if not (held or layer._buffers):
+                continue
             for name in {**held, **layer._buffers}:
                 buffer = held.get(name)
                 same = layer._buffers.get(name) is buffer
@@ -41,12 +70,12 @@ class Parameters:
 
     def __init__(self, model: nn.Module, *, sums: bool = False) -> None:
         self._model = model
-        self._held = {name: (p, p._version, _sum_of_bits(p) if sums else 0) for name, p in model.named_parameters()}
+        self._held = {name: (p, p._version, _sum_of_bits(p) if sums else 0) for name, p in parameters_of(model).items()}
         self._sums = sums
 
     def changed(self) -> list[str]:
         """The names of those that were changed, exchanged, added or taken away since."""
-        now, gone = dict(self._model.named_parameters()), (None, 0, 0)
+        now, gone = parameters_of(self._model), (None, 0, 0)
         return [name for name in {**self._held, **now} if not self._same(now.get(name), *self._held.get(name, gone))]
 
     def _same(self, now: Tensor | None, before: Tensor | None, version: int, total: int) -> bool:

@@ -12,7 +12,7 @@ too early changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -137,9 +137,7 @@ class Step:
         for query in queries:
             unscale(query, noisy[query.name])
         self._post_process(queries, stds, noisy)
-        for query in queries:  # hand over
-            if query.group is not None:
-                hand_over(query, noisy[query.name], self._rules.batch)
+        hand_over(queries, noisy, self._rules.batch)
         self._session.handed_over()
         self.released = True
 
@@ -195,12 +193,15 @@ def unscale(query: Query, noisy: Tensor) -> None:
             part.div_(query.scales[name])
 
 
-def hand_over(query: Query, noisy: Tensor, batch: int) -> None:
+def hand_over(queries: Sequence[Query], noisy: Mapping[str, Tensor], batch: int) -> None:
     """Divides by the public batch size and puts the parts where optimizers look for them."""
-    assert query.group is not None
-    for name, part in query.group.split(noisy.div_(batch)).items():
-        parameter = query.group.parameters[name]
-        parameter.grad = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
+    groups = [(query.group, noisy[query.name]) for query in queries if query.group is not None]
+    if groups:
+        torch._foreach_div_([total for _, total in groups], batch)
+    for group, total in groups:
+        for name, part in group.split(total).items():
+            parameter = group.parameters[name]
+            parameter.grad = part if part.dtype == parameter.dtype else part.to(parameter.dtype)
 
 
 def check_losses(losses: Tensor, records: int) -> None:

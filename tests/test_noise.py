@@ -250,8 +250,8 @@ def test_extreme_words_give_finite_normals() -> None:
     class Zeros(Source):
         value = 0
 
-        def _fill(self, buffer: npt.NDArray[np.uint64], count: int) -> None:
-            buffer[:count] = self.value
+        def _fill(self, buffer: memoryview, count: int) -> None:
+            np.frombuffer(buffer, dtype=np.uint64)[:count] = self.value
 
     for value in (0, 2**63 - 1, 2**63, 2**64 - 1):
         source = Zeros()
@@ -322,6 +322,26 @@ def test_only_flat_sums_of_enough_precision(total: torch.Tensor) -> None:
 def test_a_sum_that_is_not_finite_is_not_released(level: Level, bad: float) -> None:
     with pytest.raises(PrivetError, match="not finite"):
         make(level).add_noise(torch.tensor([0.0, bad, 1.0]), 1.0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("size", [1, 2, 3, 1001, 20_000, 300_001])
+def test_whichever_entry_is_not_finite(level: Level, bad: float, size: int) -> None:
+    """In the sum's own precision, which is where the loop in C looks at the entries; nothing is left in `out`."""
+    if level == "exact" and size > 20_000:
+        pytest.skip("the same code as for fewer entries, and slow")
+    for place in {0, 1, size // 2, size - 1} & set(range(size)):
+        total, out = torch.zeros(size), torch.ones(size)
+        total[place] = bad
+        with pytest.raises(PrivetError, match="not finite"):
+            make(level).add_noise(total, 1.0, out=out)
+        assert not out.any()
+
+
+def test_the_largest_finite_numbers_are_finite() -> None:
+    most = torch.finfo(torch.float32).max
+    assert torch.isfinite(make().add_noise(torch.tensor([most, -most, 0.0]), 1e30, out=torch.empty(3))).all()
 
 
 def test_sums_of_any_size_get_noise_of_their_own() -> None:

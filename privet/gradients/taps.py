@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
 from ..precision import full_precision
+from ..state import parameters_of
 from .conv import input_gradient, is_faster_backwards
 from .fallback import Call, carries_gradient, float_outputs, record_axes
 from .scratch import Scratch, using
@@ -134,7 +135,7 @@ class Taps(ABC):
         self.model = model
         self._known = known
         self.units = find_units(model, known)
-        self.parameters = dict(model.named_parameters())
+        self.parameters = parameters_of(model)
         self.names = {id(p): name for name, p in self.parameters.items()}
         self._on = False
         self._anchor = torch.zeros((), requires_grad=True)
@@ -350,7 +351,7 @@ class Taps(ABC):
 
 def refuse_changes(model: nn.Module, known: Mapping[str, nn.Parameter]) -> None:
     """Refuses a model whose parameters are not the ones known."""
-    now = dict(model.named_parameters())
+    now = parameters_of(model)
     for name in now.keys() | known.keys():
         if now.get(name) is not known.get(name):
             raise Refused(

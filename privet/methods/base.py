@@ -97,11 +97,12 @@ class ParameterGroup:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """The parts of a flat vector, each laid out in memory as its parameter is (channels last, for one)."""
+        if flat.shape != (self.size,) or not flat.is_contiguous():
+            raise ValueError(f"A vector of shape {tuple(flat.shape)} does not have {self.size} numbers in a row.")
+        start = flat.storage_offset()
         parts: dict[str, Tensor] = {}
-        start = 0
         for name, (shape, stride) in self._layouts.items():
-            part = flat[start : start + shape.numel()]
-            parts[name] = part.as_strided(shape, stride, part.storage_offset())
+            parts[name] = flat.as_strided(shape, stride, start)
             start += shape.numel()
         return parts
 

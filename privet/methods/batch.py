@@ -26,7 +26,7 @@ from ..gradients.taps import refuse_changes
 from ..noise import Source
 from ..options import option
 from ..sampling import Sample
-from ..state import Buffers
+from ..state import Buffers, layers_of, parameters_of
 from .base import ParameterGroup, Query, Sensitivity, Session, Setting, positive, register
 from .per_example import PerExample
 from .thresholds import Clipping, Thresholds, part_norms
@@ -131,7 +131,7 @@ class _BatchSession(Session):
         self.method, self.model, self.public = method, model, setting.public
         self.passes = method.local_steps
         self.scale = 1.0 if method.record_groups == "user" else setting.batch / int(method.record_groups)
-        self._all = dict(model.named_parameters())
+        self._all = parameters_of(model)
         self.thresholds = Thresholds(method, model, setting)
         self._statistics = [
             layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.running_mean is not None
@@ -442,12 +442,11 @@ class _Frozen:
 
 
 def _refuse_unsafe_layers(model: nn.Module, public: bool) -> None:
-    for name, layer in model.named_modules():
-        described = f"Layer '{name or 'the model'}' ({type(layer).__name__})"
+    for name, layer in layers_of(model).items():
         estimated = public and isinstance(layer, _BatchNorm)
         if not estimated and layer.training and getattr(layer, "running_mean", None) is not None:
             raise Refused(
-                f"{described} keeps running statistics, which would carry private records into the released model. "
+                f"{_described(name, layer)} keeps running statistics, which would carry private records into the released model. "
                 "Give the run public records to estimate them on (public=…; privet train --public 0.1), turn it into "
                 "GroupNorm by privet.nn.batchnorm_to_groupnorm(model), build it with track_running_stats=False, so "
                 "that it normalises by the batch at evaluation too, or call .eval() on it to keep statistics that are "
@@ -455,6 +454,10 @@ def _refuse_unsafe_layers(model: nn.Module, public: bool) -> None:
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             raise Refused(
-                f"{described} has max_norm set, which changes the weights of those tokens that are in the batch, "
+                f"{_described(name, layer)} has max_norm set, which changes the weights of those tokens that are in the batch, "
                 "without noise. Build it without max_norm."
             )
+
+
+def _described(name: str, layer: nn.Module) -> str:
+    return f"Layer '{name or 'the model'}' ({type(layer).__name__})"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 8
+_VERSION = 9
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _WIDE = 16
 """Of kernels.c: so many channels at a time."""
@@ -32,7 +32,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_weight_rows": (ctypes.c_int, "piippp"),
     "privet_clip_patches": (ctypes.c_int, "ppdppp"),
     "privet_clip_gradients": (ctypes.c_int, "piiiidipppp"),
-    "privet_add_noise": (None, "piddpp"),
+    "privet_add_noise": (ctypes.c_int, "piddpp"),
 }
 """What each function returns, and what it takes: pointers, int64, float and double."""
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
@@ -60,9 +60,12 @@ library = _load()
 
 def serves(*tensors: Tensor) -> bool:
     """Whether the functions here can take these tensors: what lies in their memory must be what they are."""
-    return library is not None and all(
-        t.dtype == torch.float32 and t.is_cpu and not (t.is_neg() or t._is_zerotensor()) for t in tensors
-    )
+    if library is None:
+        return False
+    for t in tensors:  # asked many times in a step: a generator would take as long as what it asks
+        if t.dtype != torch.float32 or not t.is_cpu or t.is_neg() or t._is_zerotensor():
+            return False
+    return True
 
 
 def _c() -> Any:
@@ -253,12 +256,12 @@ def clip_gradients(
     return out, factors, sums
 
 
-def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor) -> None:
+def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor) -> bool:
     """Writes total + N(0, std²), rounded to multiples of `grid`, to `out`; all flat, the words int64 and random.
 
-    Takes as many words as there are numbers, made even. `grid` is a power of two, and `out` other memory than `total`.
+    Gives whether all totals are finite: if not, what was written is of no use. Takes as many words as there are numbers, made even. `grid` is a power of two, and `out` other memory than `total`.
     """
     count, places, drawn = total.numel(), out.numel(), words.numel()
     if places != count or drawn < count + count % 2 or not (total.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{count} sums do not go with {drawn} words and {places} places.")
-    _c().privet_add_noise(words.data_ptr(), count, std / grid, grid, total.data_ptr(), out.data_ptr())
+    return not _c().privet_add_noise(words.data_ptr(), count, std / grid, grid, total.data_ptr(), out.data_ptr())

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 8; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 9; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -744,11 +744,13 @@ static inline void turn(double y, double *cosine, double *sine)
     *sine = size == 1 ? q * c : (1 - size) * s;
 }
 
-/* `half` pairs: the radius from the first half of the words, from (0, 1] with 63 bits, the angle from the second. */
-FAST static void add_noise(const uint64_t *restrict words, int64_t first, int64_t last, int64_t half, double scale,
-                           double inverse, double grid, const float *restrict total, float *restrict out)
+/* `half` pairs: the radius from the first half of the words, from (0, 1] with 63 bits, the angle from the second. Gives
+   whether one of the totals is not finite. */
+FAST static int add_noise(const uint64_t *restrict words, int64_t first, int64_t last, int64_t half, double scale,
+                          double inverse, double grid, const float *restrict total, float *restrict out)
 {
-#pragma omp simd
+    int lost = 0;
+#pragma omp simd reduction(| : lost)
     for (int64_t i = first; i < last; i++) {
         const uint64_t a = words[i], b = words[half + i];
         const double u = (whole((a >> 32) & INT32_MAX) * 0x1p32 + whole(a & UINT32_MAX) + 1) * 0x1p-63;
@@ -757,28 +759,32 @@ FAST static void add_noise(const uint64_t *restrict words, int64_t first, int64_
         const double radius = scale * sqrt(-2 * logarithm(u));
         double cosine, sine;
         turn(y, &cosine, &sine);
-        const double near = radius * cosine + inverse * (double)total[i];
-        const double far = radius * sine + inverse * (double)total[half + i];
-        out[i] = (float)(rint(near) * grid);
-        out[half + i] = (float)(rint(far) * grid);
+        const double one = (double)total[i], other = (double)total[half + i];
+        lost |= !(one >= -FLT_MAX && one <= FLT_MAX && other >= -FLT_MAX && other <= FLT_MAX);
+        out[i] = (float)(rint(radius * cosine + inverse * one) * grid);
+        out[half + i] = (float)(rint(radius * sine + inverse * other) * grid);
     }
+    return lost;
 }
 
 /* out = total + scale·grid·N(0, 1) on multiples of `grid`, a power of two. Takes count words, and one more if that is
-   odd. `out` and `total` must not overlap. */
-void privet_add_noise(const uint64_t *words, int64_t count, double scale, double grid, const float *total, float *out)
+   odd. `out` and `total` must not overlap. Gives whether a total is not finite: what was written is of no use then. */
+int privet_add_noise(const uint64_t *words, int64_t count, double scale, double grid, const float *total, float *out)
 {
     const int64_t half = (count + 1) / 2, pairs = count / 2, block = 1024;
-#pragma omp parallel for schedule(static) if (pairs > 4 * block)
+    int lost = 0;
+#pragma omp parallel for schedule(static) reduction(| : lost) if (pairs > 4 * block)
     for (int64_t first = 0; first < pairs; first += block)
-        add_noise(words, first, pairs - first < block ? pairs : first + block, half, scale, 1 / grid, grid, total, out);
+        lost |= add_noise(words, first, pairs - first < block ? pairs : first + block, half, scale, 1 / grid, grid,
+                          total, out);
     if (pairs < half) {
         const uint64_t word[2] = {words[half - 1], words[2 * half - 1]};
         const float value[2] = {total[half - 1], 0};
         float found[2];
-        add_noise(word, 0, 1, 1, scale, 1 / grid, grid, value, found);
+        lost |= add_noise(word, 0, 1, 1, scale, 1 / grid, grid, value, found);
         out[half - 1] = found[0];
     }
+    return lost;
 }
 
 /* The functions are found by name; there is nothing to see from Python. */
