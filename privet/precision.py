@@ -6,7 +6,7 @@ Bounds must hold for what is computed. So they are computed in `full_precision`,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,10 +31,19 @@ def coarseness(device: str) -> float:
     return max(0.0 if value in _EXACT else _TF32 if value == "tf32" else _BF16 for value in set_to)
 
 
-@contextmanager
-def full_precision(like: Tensor) -> Iterator[None]:
+def full_precision(like: Tensor) -> AbstractContextManager[None]:
     """Products are of float32 as it stands, on the device of this tensor, and without autocast."""
     device = like.device.type
+    if coarseness(device) or torch.is_autocast_enabled(device):
+        return _switched(device)
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def _switched(device: str) -> Iterator[None]:
     with ExitStack() as undo:
         if coarseness(device):
             undo.enter_context(_exact(device))

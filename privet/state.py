@@ -39,7 +39,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._layers = {name: (layer, dict(layer._buffers)) for name, layer in layers_of(model).items()}
         buffers = [b for _, held in self._layers.values() for b in held.values() if b is not None]
-        self._values = {id(b): b.detach().clone() for b in buffers}
+        self._values: dict[int, Tensor | _Number] = {id(b): _value(b) for b in buffers}
 
     @torch.no_grad()
     def restore(self) -> list[str]:
@@ -51,8 +51,8 @@ class Buffers:
             for name in {**held, **layer._buffers}:
                 buffer = held.get(name)
                 same = layer._buffers.get(name) is buffer
-                if buffer is not None and not _same_bits(buffer, self._values[id(buffer)]):
-                    buffer.copy_(self._values[id(buffer)])
+                if buffer is not None and not _is_still(buffer, before := self._values[id(buffer)]):
+                    buffer.copy_(before if isinstance(before, Tensor) else torch.tensor(before[1], dtype=before[0]))
                     same = False
                 if not same:
                     changed.append(f"{path}.{name}" if path else name)
@@ -88,12 +88,24 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.numel() == 1 and one.dtype in (torch.float32, torch.float64) and one.item() == other.item() != 0:
-        return True  # as nearly all buffers of input clips; numbers other than 0 are equal in one way only
-    return torch.equal(_bits(one), _bits(other))
+_Number = tuple[torch.dtype, float]
+_WHOLE = (torch.uint8, torch.int32, torch.int64)
+
+
+def _value(buffer: Tensor) -> Tensor | _Number:
+    """A copy; of one number, as of an input clip, the number itself, where that tells all of its bits."""
+    if buffer.dim() == 0 and buffer.dtype in (torch.float32, torch.float64, *_WHOLE):
+        number: float = buffer.item()
+        if buffer.dtype in _WHOLE or number == number != 0:  # NaN, and zero with its sign, are several to Python's ==
+            return buffer.dtype, number
+    return buffer.detach().clone()
+
+
+def _is_still(buffer: Tensor, before: Tensor | _Number) -> bool:
+    if isinstance(before, Tensor):
+        same_kind = buffer.shape == before.shape and buffer.dtype == before.dtype
+        return same_kind and torch.equal(_bits(buffer), _bits(before))
+    return buffer.dim() == 0 and (buffer.dtype, buffer.item()) == before
 
 
 def _sum_of_bits(tensor: Tensor) -> int:

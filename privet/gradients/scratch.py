@@ -59,11 +59,15 @@ def scratch() -> Scratch:
     return found if found is not None else Scratch()
 
 
-@contextmanager
-def using(pool: Scratch) -> Iterator[None]:
-    before = getattr(_current, "scratch", None)
-    _current.scratch = pool
-    try:
-        yield
-    finally:
-        _current.scratch = before
+class using:  # noqa: N801 - called like a function
+    """Makes `pool` the one of `scratch()` in this thread, inside of a `with` block."""
+
+    def __init__(self, pool: Scratch) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        self._before = getattr(_current, "scratch", None)
+        _current.scratch = self._pool
+
+    def __exit__(self, *_: object) -> None:
+        _current.scratch = self._before

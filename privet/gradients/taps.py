@@ -117,10 +117,15 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         inputs, at_source = ctx.saved_tensors, None
         if any(g is not None for g in gradients):
-            deltas = [g if g is None else g.reshape(s) for g, s in zip(gradients, ctx.use.shapes, strict=True)]
+            deltas = [
+                g if g is None or g.shape == s else g.reshape(s) for g, s in zip(gradients, ctx.use.shapes, strict=True)
+            ]
             changed = ctx.use.taps._arrive(ctx.use, inputs, deltas)
             if changed is not None:
-                gradients = tuple(c.view(g.shape) for c, g in zip(changed, gradients, strict=True) if g is not None)
+                gradients = tuple(
+                    c if g is None or c.shape == g.shape else c.view(g.shape)
+                    for c, g in zip(changed, gradients, strict=True)
+                )
             if ctx.needs_input_grad[2]:
                 at_source = input_gradient(ctx.use.unit.layer, inputs[0], cast(Tensor, gradients[0]))
         on = at_source is None
@@ -183,12 +188,7 @@ class Taps(ABC):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Forward passes inside this block are tapped; outside of it the model is untouched."""
-        with self.switched(True):
-            yield
-
-    @contextmanager
-    def switched(self, on: bool) -> Iterator[None]:
-        before, self._on = self._on, on
+        before, self._on = self._on, True
         try:
             yield
         finally:
@@ -200,8 +200,12 @@ class Taps(ABC):
 
         `values` are any of the gradients: they tell the device.
         """
-        with torch.no_grad(), self.switched(False), full_precision(values), using(self._scratch):
-            yield
+        before, self._on = self._on, False
+        try:
+            with torch.no_grad(), full_precision(values), using(self._scratch):
+                yield
+        finally:
+            self._on = before
 
     def refuse_changes(self) -> None:
         """Refuses a model whose parameters are not those that were hooked."""

@@ -116,8 +116,10 @@ class _Layer:
     clip: InputClip | None
     gradient_clip: float
     norm: Norm
-    groups: list[ParameterGroup] = field(default_factory=list)
+    sums: dict[tuple[str, ...], ParameterGroup] = field(default_factory=dict)
+    """By the names of parameters in the layer, as in `Bounded.bounds`: those of them that are trained now."""
     totals: dict[str, Tensor] = field(default_factory=dict)
+    """The parts of these sums, by the name of the parameter in the layer."""
     input_clip: float = 1.0
     """C1 of this step; of no use where there is no input clip."""
 
@@ -126,34 +128,22 @@ class _Layer:
         if self.clip is not None:
             self.input_clip, self.norm = float(self.clip.bound), self.clip.norm
 
-    def begin(self, names: Mapping[int, str]) -> None:
-        """Sums of zero, by the parameters that are trained now."""
-        self.look_up()
-        parts = [
-            {local: p for local, p in self.unit.parameters.items() if local in part and p.requires_grad}
-            for part in self.rule.bounds(self.unit.layer, 1.0, 1.0)
-        ]
-        if [list(part.values()) for part in parts if part] != [list(g.parameters.values()) for g in self.groups]:
-            self.groups = [
-                ParameterGroup(names[id(next(iter(part.values())))], {names[id(p)]: p for p in part.values()})
-                for part in parts
-                if part
-            ]
-        self.totals = {}
-        for part, group in zip([part for part in parts if part], self.groups, strict=True):
-            group.total.zero_()
-            self.totals |= {local: group.views[names[id(p)]] for local, p in part.items()}
+    def group(self, names: Mapping[int, str]) -> None:
+        """Sums for the parameters that are trained now."""
+        self.sums, self.totals = {}, {}
+        for part in self.rule.bounds(self.unit.layer, 1.0, 1.0):
+            mine = {local: p for local, p in self.unit.parameters.items() if local in part and p.requires_grad}
+            if mine:
+                named = {names[id(p)]: p for p in mine.values()}
+                self.sums[part] = group = ParameterGroup(next(iter(named)), named)
+                self.totals |= {local: group.views[names[id(p)]] for local, p in mine.items()}
 
     def queries(self) -> list[Query]:
         bounds = self.rule.bounds(self.unit.layer, self.input_clip, self.gradient_clip)
-        found = []
-        for group in self.groups:
-            mine = {id(p) for p in group.parameters.values()}
-            bound = next(
-                b for part, b in bounds.items() if mine & {id(self.unit.parameters.get(local)) for local in part}
-            )
-            found.append(Query(group.name, group.total, Sensitivity.of_contribution(bound), group=group))
-        return found
+        return [
+            Query(group.name, group.total, Sensitivity.of_contribution(bounds[part]), group=group)
+            for part, group in self.sums.items()
+        ]
 
 
 class _BackpropSession(Session):
@@ -253,16 +243,19 @@ class _BackpropSession(Session):
 
     def begin(self) -> None:
         self.taps.refuse_changes()
-        shape = self._shape()
-        if shape != self._known_shape:
+        if self._shape() != self._known_shape:
             self._find_layers()
             self._known_shape = self._shape()
+            for layer in self._layers.values():
+                layer.group(self.taps.names)
         elif self.method.clips == "fixed":
             for name, layer in self._layers.items():  # another run on this model may have set its own
                 if layer.clip is not None:
                     layer.clip.set(_of(self.method.input_clip, name, "input_clip"), layer.norm)
         for layer in self._layers.values():
-            layer.begin(self.taps.names)
+            layer.look_up()
+            for group in layer.sums.values():
+                group.total.zero_()
         self._below = {key: torch.zeros((), dtype=torch.float64) for key in self._side_queries()}
 
     def add(self, losses: Tensor) -> None:
