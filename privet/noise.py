@@ -229,7 +229,7 @@ class Source:
             finite = self._add_block(total, std, out)
         else:
             blocks = zip(torch.split(total, 2 * _PAIRS), torch.split(out, 2 * _PAIRS), strict=True)
-            finite = all([self._add_block(values, std, result) for values, result in blocks])
+            finite = all(self._add_block(values, std, result) for values, result in blocks)
         if not finite:  # noise hides nothing in an infinite sum, so fail closed
             out.zero_()
             raise PrivetError("The sum to be noised is not finite: the bound must drop non-finite records first.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -96,7 +98,7 @@ def _value(buffer: Tensor) -> Tensor | _Number:
     """A copy; of one number, as of an input clip, the number itself, where that tells all of its bits."""
     if buffer.dim() == 0 and buffer.dtype in (torch.float32, torch.float64, *_WHOLE):
         number: float = buffer.item()
-        if buffer.dtype in _WHOLE or number == number != 0:  # NaN, and zero with its sign, are several to Python's ==
+        if buffer.dtype in _WHOLE or not (number == 0 or math.isnan(number)):  # which are several each
             return buffer.dtype, number
     return buffer.detach().clone()
 

@@ -168,7 +168,7 @@ class _Affine(Bounded):
         if "bias" not in totals:
             return
         if clipped.sums is not None:
-            totals["bias"].add_(clipped.sums.sum(0))
+            totals["bias"].add_(clipped.sums[0] if len(clipped.sums) == 1 else clipped.sums.sum(0))
             return
         _, positions = self._axes(delta)
         sums = clipped.delta.sum(positions) if positions else clipped.delta
@@ -216,8 +216,8 @@ class ConvBound(_Affine):
         return 1, list(range(2, delta.dim()))
 
     def does_not_grow(self, layer: Conv, x: Tensor) -> bool:
-        window = cast(Window, Window.of(layer))
-        return len(x) * layer.out_channels * math.prod(window.positions(x.shape[2:])) <= x.numel()
+        positions = cast(Window, Window.of(layer)).positions(tuple(x.shape[2:]))
+        return len(x) * layer.out_channels * math.prod(positions) <= x.numel()
 
     def clip(
         self, layer: Any, z: Tensor, delta: Tensor, norm: Norm, clip: float, input_factors: Tensor | None

@@ -220,7 +220,7 @@ def weight_gradient(layer: Conv, z: Tensor, padding: list[tuple[int, int]], delt
     if any(before != after for before, after in padding):
         z = F.pad(z, [n for pair in reversed(padding) for n in pair])
         space = [0] * len(space)
-    _, gradient, _ = torch.ops.aten.convolution_backward(
+    _, gradient, _ = torch.ops.aten.convolution_backward.default(
         delta, z, layer.weight, None, layer.stride, space, layer.dilation, False,
         [0] * len(space), layer.groups, [False, True, False],
     )  # fmt: skip

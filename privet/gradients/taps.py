@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import Refused
-from ..precision import full_precision
+from ..precision import coarseness, full_precision
 from ..state import parameters_of
 from .conv import input_gradient, is_faster_backwards
 from .fallback import Call, carries_gradient, float_outputs, record_axes
@@ -153,6 +153,8 @@ class Taps(ABC):
         """While a record is probed: its gradients at the layers so far, by the order in which they arrive."""
         self.bytes_seen = 0
         """Bytes that passed through tapped layers since it was last set to zero."""
+        self._as_it_is: dict[str, bool] = {}
+        """By kind of device, whether products in this backward pass are of full precision without further ado."""
         self._scratch = Scratch()
         self._handles: list[RemovableHandle] = []
         self._first: dict[str, int] = {}
@@ -215,8 +217,10 @@ class Taps(ABC):
         """One backward pass from Σ weights·losses, during which `take` is called; with `again`, not the last one."""
         self._records = losses.shape[0]
         self._scratch.reclaim()
+        self._as_it_is.clear()
         try:
-            torch.autograd.backward(losses, weights, retain_graph=again)
+            with using(self._scratch):
+                torch.autograd.backward(losses, weights, retain_graph=again)
         finally:
             self._records = None
         self._refuse_strays()
@@ -316,11 +320,28 @@ class Taps(ABC):
                     f"for {self._records} records. The first axis must be the records in every layer that has "
                     "parameters: use batch_first=True, and do not fold other axes into the first."
                 )
-        with self.at_work(next(d for d in deltas if d is not None)):
-            if self._probed is None:
-                return self.take(use, inputs, deltas)
-            self._examine(use, inputs, deltas)
-            return None
+        delta = next(d for d in deltas if d is not None)
+        if not self._is_at_work(delta):
+            with self.at_work(delta):
+                return self._hand_on(use, inputs, deltas)
+        before, self._on = self._on, False
+        try:
+            return self._hand_on(use, inputs, deltas)
+        finally:
+            self._on = before
+
+    def _is_at_work(self, delta: Tensor) -> bool:
+        """Whether a backward pass is as `at_work` would have it, but for the taps. It is entered for every layer."""
+        device = delta.device.type
+        if device not in self._as_it_is:
+            self._as_it_is[device] = not (coarseness(device) or torch.is_autocast_enabled(device))
+        return self._as_it_is[device] and not torch.is_grad_enabled()
+
+    def _hand_on(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
+        if self._probed is None:
+            return self.take(use, inputs, deltas)
+        self._examine(use, inputs, deltas)
+        return None
 
     def _examine(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> None:
         described = use.unit.described

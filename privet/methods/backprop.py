@@ -160,6 +160,7 @@ class _BackpropSession(Session):
         self._taken_over: list[InputClip] = []
         self._norm_chosen = method.norm != "auto"
         self._known_shape: list[object] = []
+        self._known_flags: list[bool] = []
         try:
             self.begin()
         except BaseException:
@@ -169,9 +170,12 @@ class _BackpropSession(Session):
     # The layers
 
     def _shape(self) -> list[object]:
-        """What the layers were found by: which parameters are trained, and what each clip is for."""
-        clips = [(id(clip_of(unit.layer)), Window.of(unit.layer)) for unit in self.taps.units]
-        return [*clips, *(p.requires_grad for p in self.taps.parameters.values())]
+        """What each clip is for, which the layers were found by."""
+        return [(clip_of(unit.layer), Window.of(unit.layer)) for unit in self.taps.units]
+
+    def _flags(self) -> list[bool]:
+        """Which parameters are trained, which the layers were found by too."""
+        return [p.requires_grad for p in self.taps.parameters.values()]
 
     def _trained(self) -> list[Unit]:
         return [unit for unit in self.taps.units if any(p.requires_grad for p in unit.parameters.values())]
@@ -222,17 +226,17 @@ class _BackpropSession(Session):
         return _Layer(unit, rule, clip, start, rule.norms[0] if clip is None else clip.norm)
 
     def _refuse_changes_within_a_step(self) -> None:
+        if (flags := self._flags()) != self._known_flags:
+            changed = next(
+                n for n, *f in zip(self.taps.parameters, flags, self._known_flags, strict=True) if f[0] != f[1]
+            )
+            raise Refused(f"Parameter '{changed}' was frozen or thawed within a step: do it between steps.")
         for layer in self._layers.values():
-            names = {local for local, p in layer.unit.parameters.items() if p.requires_grad}
-            if names != set(layer.totals):
-                raise Refused(f"Parameters of layer {layer.unit.described} were frozen or thawed within a step.")
             if not layer.gradient_clip * layer.input_clip < math.inf:
                 raise Refused(
                     f"Layer {layer.unit.described} has no clips yet: they are learned at the start of an epoch, so "
                     "thaw layers between epochs."
                 )
-        if len(self._trained()) != len(self._layers):
-            raise Refused("A layer was frozen or thawed within a step: do it between steps.")
 
     # One step
 
@@ -243,9 +247,9 @@ class _BackpropSession(Session):
 
     def begin(self) -> None:
         self.taps.refuse_changes()
-        if self._shape() != self._known_shape:
+        if (self._shape(), self._flags()) != (self._known_shape, self._known_flags):
             self._find_layers()
-            self._known_shape = self._shape()
+            self._known_shape, self._known_flags = self._shape(), self._flags()
             for layer in self._layers.values():
                 layer.group(self.taps.names)
         elif self.method.clips == "fixed":

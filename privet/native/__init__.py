@@ -60,12 +60,11 @@ library = _load()
 
 def serves(*tensors: Tensor) -> bool:
     """Whether the functions here can take these tensors: what lies in their memory must be what they are."""
-    if library is None:
-        return False
-    for t in tensors:  # asked many times in a step: a generator would take as long as what it asks
-        if t.dtype != torch.float32 or not t.is_cpu or t.is_neg() or t._is_zerotensor():
-            return False
-    return True
+    return library is not None and all(map(_is_plain, tensors))
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.dtype == torch.float32 and t.is_cpu and not (t.is_neg() or t._is_zerotensor())
 
 
 def _c() -> Any:
@@ -259,7 +258,8 @@ def clip_gradients(
 def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor) -> bool:
     """Writes total + N(0, std²), rounded to multiples of `grid`, to `out`; all flat, the words int64 and random.
 
-    Gives whether all totals are finite: if not, what was written is of no use. Takes as many words as there are numbers, made even. `grid` is a power of two, and `out` other memory than `total`.
+    Gives whether all totals are finite: if not, what was written is of no use. Takes as many words as there are
+    numbers, made even. `grid` is a power of two, and `out` other memory than `total`.
     """
     count, places, drawn = total.numel(), out.numel(), words.numel()
     if places != count or drawn < count + count % 2 or not (total.is_contiguous() and out.is_contiguous()):

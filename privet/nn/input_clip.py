@@ -68,7 +68,8 @@ class Window:
     ) -> Window:
         return cls(kernel=kernel, stride=stride, dilation=dilation, groups=groups, padding=padding, mode=mode)
 
-    def positions(self, shape: Sequence[int]) -> list[int]:
+    @lru_cache  # noqa: B019 (a window is a few numbers, and there are few)
+    def positions(self, shape: tuple[int, ...]) -> list[int]:
         """How many patches there are along each axis of an input of this shape."""
         axes = len(self.kernel)
         framed = [n + sum(self.padding[2 * (axes - 1 - i) : 2 * (axes - i)]) for i, n in enumerate(shape)]
