@@ -89,12 +89,60 @@ def focal(scores: Tensor, targets: Tensor, gamma: float) -> Tensor:
     if gamma == 0:
         return F.cross_entropy(scores, targets, reduction="none")
     log_p = F.log_softmax(scores, 1).gather(1, targets.long().unsqueeze(1)).squeeze(1)
-    missed = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)
-    return -missed.pow(gamma) * log_p
+    return -_missed(log_p).pow(gamma) * log_p
+
+
+def curriculum(scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> Tensor:
+    """α·Focal_γ + (1 − α)·SSE."""
+    return alpha * focal(scores, targets, gamma) + (1 - alpha) * sse(scores, targets)
+
+
+class _Curriculum(torch.autograd.Function):
+    """`curriculum` with its slope, which autograd would put together from some twenty small operations.
+
+    With q the probabilities and p that of the target, the focal loss has the slope c·(y − q) at the scores, with
+    c = p·∂/∂p(−(1 − p)^γ·log p) = γ·p·(1 − p)^(γ−1)·log p − (1 − p)^γ; SSE has h − y.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> Tensor:
+        ctx.alpha, ctx.gamma = alpha, gamma
+        at = targets.long().unsqueeze(1)
+        y = _one_hot(scores, targets)
+        log_q, errors = F.log_softmax(scores, 1), scores - y
+        log_p = log_q.gather(1, at).squeeze(1)
+        if gamma == 0:
+            late, steepness = -log_p, torch.full_like(log_p, -alpha)
+        else:
+            missed = _missed(log_p)
+            power = missed.pow(gamma)
+            late = -power * log_p
+            steepness = (missed.pow(gamma - 1).mul_(log_p).mul_(log_p.exp()).mul_(gamma) - power).mul_(alpha)
+        slopes = log_q.exp_().neg_().add_(y).mul_(steepness.unsqueeze(1)).add_(errors, alpha=1 - alpha)
+        ctx.save_for_backward(scores, targets, slopes)
+        return late.mul_(alpha).add_(errors.square_().sum(1), alpha=(1 - alpha) / 2)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        scores, targets, slopes = ctx.saved_tensors
+        if torch.is_grad_enabled():  # someone wants the slope of the slope
+            value = curriculum(scores, targets, ctx.alpha, ctx.gamma)
+            (gradient,) = torch.autograd.grad(value, scores, upstream, create_graph=True)
+            return gradient, None, None, None
+        return upstream.unsqueeze(1) * slopes, None, None, None
+
+
+def _missed(log_p: Tensor) -> Tensor:
+    """1 − p, never quite 0."""
+    return (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)
+
+
+def _one_hot(scores: Tensor, targets: Tensor) -> Tensor:
+    return torch.zeros_like(scores).scatter(1, targets.long().unsqueeze(1), 1)
 
 
 def _errors(scores: Tensor, targets: Tensor) -> Tensor:
-    return scores - F.one_hot(targets.long(), scores.shape[1])
+    return scores - _one_hot(scores, targets)
 
 
 def _not_negative(name: str, value: float) -> None:
@@ -189,12 +237,15 @@ class SSECrossEntropy(Loss):
         """sigmoid(epoch − e_t), in a form that never overflows."""
         return 0.5 * (1 + math.tanh((self.epoch - self.threshold_epoch) / 2))
 
-    def late(self, scores: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(scores, targets, reduction="none")
+    @property
+    def late_gamma(self) -> float:
+        """γ of the focal loss that it ends with: 0 for cross-entropy."""
+        return 0.0
 
     def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
-        alpha = self.alpha
-        return alpha * self.late(scores, targets) + (1 - alpha) * sse(scores, targets)
+        if not torch.is_grad_enabled() or in_transform():
+            return curriculum(scores, targets, self.alpha, self.late_gamma)
+        return _Curriculum.apply(scores, targets, self.alpha, self.late_gamma)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -209,8 +260,9 @@ class SSEFocal(SSECrossEntropy):
         super().__post_init__()
         _not_negative("gamma", self.gamma)
 
-    def late(self, scores: Tensor, targets: Tensor) -> Tensor:
-        return focal(scores, targets, self.gamma)
+    @property
+    def late_gamma(self) -> float:
+        return self.gamma
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -329,7 +381,7 @@ class PreActivations:
                 got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
                 raise Refused(f"Layer '{name}' gives {got}: a penalty is for tensors whose first axis is the records.")
             # Done even if nobody asks: gradient checkpointing runs a layer again and must find the same operations.
-            passed, sizes = _Measured.apply(output.clone() if self._copies else output, self._squared)  # type: ignore[no-untyped-call]
+            passed, sizes = _measured(output.clone() if self._copies else output, self._squared)
             # Who gets `passed` may not overwrite it, as activations do, and whoever divides the scores in place. So it
             # goes on only where it saves something: over positions.
             result = None if self._copies or output.dim() == 2 else passed
@@ -347,23 +399,29 @@ class PreActivations:
         return look
 
 
+def _measured(h: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
+    """h as it is, with the size of each record's: ‖h‖²/d, or ‖h‖/d if not `squared`."""
+    kind = _MeasuredInTransform if in_transform() else _Measured
+    return kind.apply(h, squared)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class _Measured(torch.autograd.Function):
-    """h as it is, with the size of each record's: ‖h‖²/d, or ‖h‖/d if not `squared`.
-
-    As h goes on from here, the gradients of what follows and of the size meet in one place: one pass over h forward and
-    one backward, where h.square().mean() takes seven times as long.
-    """
-
-    generate_vmap_rule = True  # layers without a rule are run by torch.func
+    """As h goes on from here, the gradients of what follows and of the size meet in one place: one pass over h forward
+    and one backward, where h.square().mean() takes seven times as long."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        h, ctx.squared = inputs
+    def forward(ctx: Any, h: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
+        _Measured.setup_context_of(ctx, h, squared)
+        return _Measured.sizes(h, squared)
+
+    @staticmethod
+    def setup_context_of(ctx: Any, h: Tensor, squared: bool) -> None:
+        ctx.squared = squared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(h)
 
     @staticmethod
-    def forward(h: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
+    def sizes(h: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
         norms = _lengths(h)
         return h.view_as(h), (norms.square() if squared else norms) / math.prod(h.shape[1:])
 
@@ -381,6 +439,25 @@ class _Measured(torch.autograd.Function):
         return torch.addcmul(passing, scales, h), None
 
 
+class _MeasuredInTransform(_Measured):
+    """For layers without a rule, which are run by torch.func: the form that it asks for takes twice as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(h: Tensor, squared: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return _Measured.sizes(h, squared)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Measured.setup_context_of(ctx, *inputs)
+
+
+def in_transform() -> bool:
+    """Whether torch.func is at work, which not every autograd.Function goes with."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def _lengths(h: Tensor) -> Tensor:
     dims = tuple(range(1, h.dim()))
     wide = torch.float32 if h.dtype in _HALF else None
@@ -389,7 +466,8 @@ def _lengths(h: Tensor) -> Tensor:
 
 
 def _trains(layer: nn.Module) -> bool:
-    return any(p.requires_grad for p in layer.parameters())
+    own = layer._parameters.values() if not layer._modules else layer.parameters()  # asked in every pass
+    return any(p is not None and p.requires_grad for p in own)
 
 
 def _matching(model: nn.Module, layers: str | Sequence[str] | None) -> dict[str, nn.Module]:

@@ -154,6 +154,48 @@ def test_focal_is_finite_at_the_ends(gamma: float, dtype: torch.dtype) -> None:
     assert bool((found[order].diff() <= 1e-6).all())  # the better a record, the smaller its loss
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.5, 1.0, 2.0, 5.0, 50.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_the_curriculum_and_its_slopes_are_those_of_its_parts(alpha: float, gamma: float, dtype: torch.dtype) -> None:
+    gaps = [0.0, 1e-8, 0.1, 1.0, 15.0, 17.0, 36.0, 37.0, 90.0, 120.0, 800.0, 1e4]
+    scores = torch.tensor([[gap, 0.0, -0.5] for gap in [*gaps, *(-gap for gap in gaps)]], dtype=dtype)
+    targets = torch.zeros(len(scores), dtype=torch.long)
+    upstream = torch.linspace(0.5, 2, len(scores), dtype=dtype)
+
+    def value_and_slopes(of: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        at = scores.clone().requires_grad_()
+        found = of(at, targets, alpha, gamma)
+        return found.detach(), torch.autograd.grad(found, at, upstream)[0]
+
+    found, slopes = value_and_slopes(losses._Curriculum.apply)
+    expected, steepness = value_and_slopes(losses.curriculum)
+    assert found.isfinite().all() and slopes.isfinite().all()
+    precision = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
+    torch.testing.assert_close(found, expected, **precision)
+    torch.testing.assert_close(slopes, steepness, **precision)
+
+
+@pytest.mark.parametrize("name", ["sse+ce", "sse+focal"])
+def test_slopes_of_slopes(name: str) -> None:
+    scores = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    criterion, targets = made(name, nn.Linear(1, 1)), torch.tensor([0, 2, 1, 1])
+    assert torch.autograd.gradgradcheck(lambda at: criterion(at, targets), (scores,))
+
+
+@pytest.mark.parametrize("name", ["sse+ce", "sse+focal"])
+def test_the_curriculum_under_torch_func(name: str) -> None:
+    scores = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    criterion, targets = made(name, nn.Linear(1, 1)), torch.tensor([0, 2, 1, 1])
+
+    def one(score: Tensor, target: Tensor) -> Tensor:
+        return criterion(score.unsqueeze(0), target.unsqueeze(0))[0]
+
+    at = scores.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(criterion(at, targets).sum(), at)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(one))(scores, targets), expected)
+
+
 @pytest.mark.parametrize("name", ["sse+ce", "sse+focal", "losing-less"])
 def test_the_curriculum_goes_from_sse_to_the_other(name: str) -> None:
     model, (x, y) = chain(), rows(4)

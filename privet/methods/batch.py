@@ -447,8 +447,8 @@ def _refuse_unsafe_layers(model: nn.Module, public: bool) -> None:
         if not estimated and layer.training and getattr(layer, "running_mean", None) is not None:
             raise Refused(
                 f"{_described(name, layer)} keeps running statistics, which would carry private records into the "
-                "released model. Give the run public records to estimate them on (public=…; privet train --public 0.1), "
-                "turn it into GroupNorm by privet.nn.batchnorm_to_groupnorm(model), build it with "
+                "released model. Give the run public records to estimate them on (public=…; privet train --public "
+                "0.1), turn it into GroupNorm by privet.nn.batchnorm_to_groupnorm(model), build it with "
                 "track_running_stats=False, so that it normalises by the batch at evaluation too, or call .eval() on "
                 "it to keep statistics that are public."
             )
