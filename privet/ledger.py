@@ -1,8 +1,8 @@
 """What every run on one data set has spent, in one SQLite file, written before anything is released.
 
 The ledger belongs to the data, not to a run: privacy loss adds up over all runs, also those thrown away. A
-run registers its mechanism (`Ledger.open_run`) and pays for each step (`Ledger.charge`) before it draws that
-step's noise. Nothing here lowers what was paid; triggers in the file itself refuse it.
+run registers its mechanism (`Ledger.open_run`) and pays for each step (`Ledger.charge`) before it releases
+anything of it. Nothing here lowers what was paid; triggers in the file itself refuse it.
 
 All users of a file must be on one machine: SQLite's write-ahead log does not work between hosts. After a
 crash the last charges may still lie in the file's `-wal` companion: copy or move the two together.
@@ -21,9 +21,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NoReturn
 from uuid import uuid4
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 from privet.accounting import Mechanism, count_for
 from privet.errors import BudgetExceeded, ConfigError, LedgerError
@@ -133,6 +134,79 @@ class _Room:
         return budget == self.budget and all(n <= self.limit.get(key, 0) for key, n in totals.items())
 
 
+@dataclass(eq=False)
+class _Commit:
+    """The end of a transaction, which may be waited for in another thread than it is done in."""
+
+    db: sqlite3.Connection
+    asked: bool = False
+    """Whether another thread does it."""
+    done: threading.Event = field(default_factory=threading.Event)
+    failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.db.execute("COMMIT")
+        except BaseException as error:
+            self.failure = error
+        self.done.set()
+
+    def wait(self) -> None:
+        interrupted: BaseException | None = None
+        while not self.done.is_set():
+            try:
+                self.done.wait()
+            except BaseException as stop:  # Ctrl-C; the disk is not to be left in the middle of it
+                interrupted = stop
+        if failure := self.failure or interrupted:
+            raise failure
+
+
+class _Writer:
+    """A thread that does commits, one after the other, and so waits for the disk in its caller's place."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[_Commit | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._asked,), name="privet-ledger", daemon=True).start()
+
+    def do(self, commit: _Commit) -> None:
+        commit.asked = True
+        self._asked.put(commit)
+
+    def end(self) -> None:
+        self._asked.put(None)
+
+
+def _serve(asked: SimpleQueue[_Commit | None]) -> None:
+    while (commit := asked.get()) is not None:
+        commit.run()
+        del commit  # and with it the connection
+
+
+class Payment:
+    """A charge on its way to the disk (`Ledger.begin_charge`)."""
+
+    def __init__(self, ledger: Ledger, commit: _Commit, units: int) -> None:
+        self._ledger, self._commit, self._units = ledger, commit, units
+
+    def wait(self) -> int:
+        """The units, once they are on the disk. To be called once, by the thread that began the charge.
+
+        Raises `LedgerError` if it could not be written: then nothing was, and nothing may be released.
+        """
+        ledger, db = self._ledger, self._commit.db
+        try:
+            with ledger._explained():
+                self._commit.wait()
+            return self._units
+        except BaseException:
+            if ledger._db is db and db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+        finally:
+            ledger._lock.release()
+
+
 class Ledger:
     """The account of one data set, kept in the file `path` (or only in memory: `Ledger(":memory:")`).
 
@@ -164,6 +238,9 @@ class Ledger:
         self._file: tuple[int, int] | None = None
         self._closed = ""
         self._room = _Room()
+        self._writer: _Writer | None = None
+        self._commit: _Commit | None = None
+        """The last one that a thread was asked for."""
         if dataset == "":
             raise ConfigError("dataset = '' is no label: name the data set, or leave it out.")
         with self._explained():
@@ -224,16 +301,25 @@ class Ledger:
         if all processes that go on with this run would have paid more than `limit` units together; `LedgerError` if
         it cannot be written: then nothing was, and nothing may be released.
         """
+        return self.begin_charge(entry, step=step, units=units, resumed=resumed, limit=limit).wait()
+
+    def begin_charge(
+        self, entry: Entry, *, step: int, units: int = 1, resumed: bool = False, limit: int | None = None
+    ) -> Payment:
+        """What `charge` does, up to waiting for the disk: that is `Payment.wait`, which must be called in any case.
+
+        In between there is time for what releases nothing, such as drawing noise. Other threads wait as well.
+        """
         step, units = operator.index(step), operator.index(units)
         if step < 0 or units < 0:
             raise ConfigError(f"step = {step} and units = {units} must not be negative.")
-        while (paid := self._try_charge(entry, step, units, resumed, limit)) is None:
+        while (payment := self._try_charge(entry, step, units, resumed, limit)) is None:
             pass  # ends, for what others spend meanwhile can only use the budget up
-        return paid
+        return payment
 
-    def _try_charge(self, entry: Entry, step: int, units: int, resumed: bool, limit: int | None) -> int | None:
+    def _try_charge(self, entry: Entry, step: int, units: int, resumed: bool, limit: int | None) -> Payment | None:
         totals: dict[str, int] = {}
-        with self._transaction() as db:
+        with self._writing() as db:
             budget = _read_budget(db)
             if resumed and units == 0 and step <= (db.execute(_LAST_STEP, (entry.run,)).fetchone()[0] or 0):
                 units = 1  # asked here, where no other process can take the step in between
@@ -245,21 +331,39 @@ class Ledger:
             if budget:
                 totals = dict(db.execute(_TOTALS, (None,)).fetchall())
                 totals[entry.key] = totals.get(entry.key, 0) + units
-            paid = budget is None or self._room.covers(budget, totals)
-            row = (entry.id, entry.run, entry.key)
-            if paid and db.execute(_CHARGE, (units, step, _now(), *row)).rowcount != 1:
-                self._fail(f"has no run {entry.run} with this mechanism. Open the run in this ledger first")
-        if budget and not paid:
-            # Accounting takes time, in which others may write: its answer is checked in a new transaction.
-            room = _find_room(entry, budget, totals, self._room)
-            if room is None:
-                raise BudgetExceeded(
-                    f"The next step (units = {units}) would exceed the budget epsilon = {budget[0]:g} at "
-                    f"delta = {budget[1]:g} of the data set {self.dataset!r} in {self.path}, so it was not "
-                    "taken. Use what is trained so far, or have the data's owners raise the budget."
-                )
-            self._room = room
-        return units if paid else None
+            if budget is None or self._room.covers(budget, totals):
+                if db.execute(_CHARGE, (units, step, _now(), entry.id, entry.run, entry.key)).rowcount != 1:
+                    self._fail(f"has no run {entry.run} with this mechanism. Open the run in this ledger first")
+                return self._begin_commit(db, units)
+            db.execute("ROLLBACK")  # nothing was written
+        # Accounting takes time, in which others may write: its answer is checked in a new transaction.
+        room = _find_room(entry, budget, totals, self._room)
+        if room is None:
+            raise BudgetExceeded(
+                f"The next step (units = {units}) would exceed the budget epsilon = {budget[0]:g} at "
+                f"delta = {budget[1]:g} of the data set {self.dataset!r} in {self.path}, so it was not "
+                "taken. Use what is trained so far, or have the data's owners raise the budget."
+            )
+        self._room = room
+        return None
+
+    def _begin_commit(self, db: sqlite3.Connection, units: int) -> Payment:
+        """Has the transaction written, by a thread that waits for the disk; the ledger's lock is held until then."""
+        self._commit = commit = _Commit(db)
+        if self.in_memory:
+            commit.run()
+        else:
+            if self._writer is None:
+                self._writer = _Writer()
+                finalize(self, self._writer.end)
+            self._writer.do(commit)
+        self._lock.acquire()
+        return Payment(self, commit, units)
+
+    def _settle(self) -> None:
+        """Waits until no other thread is at work on the connection."""
+        if self._writer is not None and self._commit is not None and self._commit.asked:
+            self._commit.done.wait()
 
     def finish_run(self, run: str) -> None:
         """Note that the run came to its end. Opening it again takes the note back."""
@@ -325,6 +429,9 @@ class Ledger:
         with self._lock:
             self._closed = self._closed or "is closed. Open it again"
             self._disconnect()
+            if self._writer is not None:
+                self._writer.end()
+                self._writer = None
 
     def __enter__(self) -> Ledger:
         return self
@@ -352,13 +459,20 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, and alone: IMMEDIATE takes the write lock before the first read."""
+        """All or nothing."""
+        with self._writing() as db:
+            yield db
+            db.execute("COMMIT")
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that is still to be ended. Alone: IMMEDIATE takes the write lock before the first read."""
         with self._reading() as db:
             try:
                 db.execute("BEGIN IMMEDIATE")
                 yield db
-                db.execute("COMMIT")
             except BaseException:  # Ctrl-C too
+                self._settle()
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
@@ -376,6 +490,7 @@ class Ledger:
         return self._db
 
     def _disconnect(self) -> None:
+        self._settle()
         if self._db is not None:
             self._db.close()
             self._db = None
@@ -526,6 +641,7 @@ def _after_fork_in_child() -> None:
     while _forking:
         ledger = _forking.pop()
         ledger._lock = threading.RLock()
+        ledger._writer = None  # threads stay with the parent
         if ledger.in_memory:
             ledger._closed = "is in memory, so a forked process cannot charge it. Name a ledger file"
 

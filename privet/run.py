@@ -6,7 +6,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import islice
@@ -515,8 +515,11 @@ class Run:
         due = self.sampling.units(done + 1, self.records) - self.sampling.units(done, self.records)
         return max(due, 1) if self._repeats else due
 
-    def _record(self) -> None:
-        """Pays for the next step. Called after the sums are bounded and before their noise is drawn."""
+    def _record(self) -> Callable[[], None]:
+        """Begins to pay for the next step, after its sums are bounded. What it gives waits until that is on the disk.
+
+        Nothing may be released before.
+        """
         self._refuse_changes()
         if os.getpid() != self._process:
             raise Refused(
@@ -527,13 +530,16 @@ class Run:
             raise BudgetExceeded(f"Step {self.steps_done + 1} would exceed the budget, so it was not taken.")
         step, due = self.steps_done + 1, self._units_due()
         entry = self._entries[self.plan.mechanism]
-        paid = self.ledger.charge(entry, step=step, units=due, resumed=self._resumed, limit=self._limit)
-        self.units_spent += paid
-        self._resumed = False
-        self.steps_done += 1
-        self._repeats = False
-        if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
-            self._epoch_key = self.sampling.epoch_key(self.source)
+        payment = self.ledger.begin_charge(entry, step=step, units=due, resumed=self._resumed, limit=self._limit)
+
+        def paid() -> None:
+            self.units_spent += payment.wait()
+            self._resumed = self._repeats = False
+            self.steps_done += 1
+            if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
+                self._epoch_key = self.sampling.epoch_key(self.source)
+
+        return paid
 
     def statement(self) -> dict[str, Any]:
         """The privacy statement: what is protected, how, at what cost, and what is not covered. Public facts only."""

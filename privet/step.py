@@ -66,7 +66,7 @@ class Step:
         session: Session,
         source: Source,
         rules: Rules,
-        record: Callable[[], None],
+        record: Callable[[], Callable[[], None]],
         probe: Callable[[], Probe | None] = lambda: None,
         public: Iterable[tuple[Any, int]] | None = None,
     ) -> None:
@@ -128,11 +128,14 @@ class Step:
     def _release(self) -> None:
         queries = self._session.finish()
         stds = noise_stds(queries, self._rules, self._source)
-        self._record()  # durably, before anything is drawn
-        noisy = {
-            q.name: self._source.add_noise(q.total, std, out=torch.empty_like(q.total))
-            for q, std in zip(queries, stds, strict=True)
-        }
+        paid = self._record()  # the disk writes while noise is drawn
+        try:
+            noisy = {
+                q.name: self._source.add_noise(q.total, std, out=torch.empty_like(q.total))
+                for q, std in zip(queries, stds, strict=True)
+            }
+        finally:
+            paid()  # durably, before anything leaves this method
         self._session.observe({q.name: noisy[q.name] for q in queries if q.group is None})
         for query in queries:
             unscale(query, noisy[query.name])

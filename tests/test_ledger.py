@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -262,6 +263,64 @@ def test_an_entry_of_another_ledger_is_refused(path: Path) -> None:
         with pytest.raises(LedgerError, match="no run 'theirs'"):
             ledger.finish_run("theirs")
         assert ledger.spent() == []
+
+
+# Charges that are waited for later
+
+
+def test_others_wait_for_a_payment_that_was_begun(path: Path) -> None:
+    with Ledger(path) as ledger:
+        entry, found = ledger.open_run("run", POISSON), []
+        payment = ledger.begin_charge(entry, step=1, units=2)
+        other = threading.Thread(target=lambda: found.append(ledger.charge(entry, step=2)))
+        other.start()
+        other.join(0.1)
+        assert not found
+        assert payment.wait() == 2
+        other.join(10)
+        assert found == [1]
+    assert units(path) == 3
+
+
+def test_a_payment_that_was_waited_for_is_seen_by_other_processes(path: Path) -> None:
+    with Ledger(path) as ledger:
+        entry = ledger.open_run("run", POISSON)
+        for step in range(1, 100):  # the log is folded into the file in between
+            assert ledger.begin_charge(entry, step=step).wait() == 1
+            assert units(path) == step
+
+
+def writers() -> int:
+    return sum(thread.name == "privet-ledger" for thread in threading.enumerate())
+
+
+def test_the_thread_that_writes_ends_with_its_ledger(path: Path) -> None:
+    def wait_for(count: int) -> None:
+        for _ in range(100):
+            if writers() == count:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{writers()} threads in place of {count}")
+
+    before = writers()
+    ledger = Ledger(path)
+    ledger.charge(ledger.open_run("run", POISSON), step=1)
+    wait_for(before + 1)
+    ledger.close()
+    wait_for(before)
+    ledger = Ledger(path)
+    ledger.charge(ledger.open_run("run", POISSON), step=2)
+    wait_for(before + 1)
+    del ledger
+    gc.collect()
+    wait_for(before)
+
+
+def test_a_payment_that_was_begun_is_written_before_the_ledger_is_closed(path: Path) -> None:
+    ledger = Ledger(path)
+    payment = ledger.begin_charge(ledger.open_run("run", POISSON), step=1)
+    ledger.close()
+    assert payment.wait() == 1 and units(path) == 1
 
 
 # Charges that cannot be written

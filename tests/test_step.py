@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import privet
 from privet import Budget, FixedSize, Partition, PerExample, Poisson, Refused, Release, Run
+from privet.ledger import _Commit
 from privet.noise import Source
 
 UNLIKELY = 1e-7
@@ -252,26 +257,95 @@ def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[privet.Le
         yield ledger
 
 
-def test_the_ledger_is_charged_before_noise_is_drawn(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
-    model, charge, paid = Weight(), privet.Ledger.charge, []
+def one_step(ledger: privet.Ledger, model: nn.Module) -> Run:
+    budget = quiet(1, noise=1.0)
+    return Run(model, ones(20), method=PerExample(), sampling=Poisson(batch=20), budget=budget, ledger=ledger)
+
+
+def test_nothing_is_released_before_its_charge_is_written(
+    monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger
+) -> None:
+    model, events = Weight(), []
+    write, draw, hand_over = _Commit.run, Source.add_noise, privet.step.hand_over
+
+    def write_slowly(self: _Commit) -> None:
+        time.sleep(0.2)
+        write(self)
+        events.append("written")
+
+    def noise(self: Source, *args: Any, **options: Any) -> Tensor:
+        events.append("noise")
+        return draw(self, *args, **options)
+
+    def release(*args: Any) -> None:
+        events.append("released")
+        hand_over(*args)
+
+    with one_step(ledger, model) as run:
+        monkeypatch.setattr(_Commit, "run", write_slowly)
+        monkeypatch.setattr(Source, "add_noise", noise)
+        monkeypatch.setattr(privet.step, "hand_over", release)
+        take(run, lambda batch: model(batch[0]).sum(1))
+        monkeypatch.undo()
+    assert events == (["written", "noise", "released"] if ledger.in_memory else ["noise", "written", "released"])
+
+
+def test_a_step_whose_noise_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
+    model = Weight()
 
     def fail(*_: Any, **__: Any) -> Tensor:
-        paid.append(sum(units for _, units in ledger.spent(run=run.id)))
         raise OSError("no randomness")
 
-    def slowly(*args: Any, **options: Any) -> int:
-        time.sleep(0.1)
-        return charge(*args, **options)
-
     monkeypatch.setattr(Source, "add_noise", fail)
-    monkeypatch.setattr(privet.Ledger, "charge", slowly)
-    with Run(
-        model, ones(20), method=PerExample(), sampling=Poisson(batch=20), budget=quiet(8, noise=1.0), ledger=ledger
-    ) as run:
+    with one_step(ledger, model) as run:
         with pytest.raises(OSError, match="no randomness"):
             take(run, lambda batch: model(batch[0]).sum(1))
-        assert paid == [1] and run.units_spent == 1
+        assert sum(units for _, units in ledger.spent(run=run.id)) == 1 == run.units_spent
         assert model.layer.weight.grad is None
+
+
+def test_a_charge_that_is_not_written_releases_nothing(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
+    model = Weight()
+
+    def fail(self: _Commit) -> None:
+        self.failure = sqlite3.OperationalError("the disk is full")
+        self.done.set()
+
+    with one_step(ledger, model) as run:
+        monkeypatch.setattr(_Commit, "run", fail)
+        with pytest.raises(privet.LedgerError, match="the disk is full"):
+            take(run, lambda batch: model(batch[0]).sum(1))
+        assert model.layer.weight.grad is None and run.steps_done == run.units_spent == 0
+        monkeypatch.undo()
+        assert ledger.spent(run=run.id) == []  # and no transaction is left open
+    with one_step(ledger, model) as run:
+        take(run, lambda batch: model(batch[0]).sum(1))
+        assert model.layer.weight.grad is not None and run.steps_done == 1
+
+
+def test_stopping_while_the_disk_writes_releases_nothing(
+    monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger
+) -> None:
+    """Ctrl-C comes in the middle of the wait: the charge is written to its end, and stands."""
+    model, write, draw = Weight(), _Commit.run, Source.add_noise
+
+    def write_slowly(self: _Commit) -> None:
+        time.sleep(0.3)
+        write(self)
+
+    def stop_soon(self: Source, *args: Any, **options: Any) -> Tensor:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return draw(self, *args, **options)
+
+    with one_step(ledger, model) as run:
+        monkeypatch.setattr(_Commit, "run", write_slowly)
+        monkeypatch.setattr(Source, "add_noise", stop_soon)
+        with pytest.raises(KeyboardInterrupt):
+            take(run, lambda batch: model(batch[0]).sum(1))
+            time.sleep(1)  # in memory nothing is waited for
+        monkeypatch.undo()
+        assert sum(units for _, units in ledger.spent(run=run.id)) == 1
+        assert ledger.in_memory or (model.layer.weight.grad is None and run.steps_done == 0)
 
 
 def test_a_charge_that_fails_releases_nothing(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
@@ -279,14 +353,9 @@ def test_a_charge_that_fails_releases_nothing(monkeypatch: pytest.MonkeyPatch, l
     monkeypatch.setattr(Source, "add_noise", lambda *a, **k: drawn.append(1))
 
     def fail(*_: Any, **__: Any) -> None:
-        time.sleep(0.1)
         raise privet.LedgerError("the disk is full")
 
-    monkeypatch.setattr(privet.Ledger, "charge", fail)
-    budget = quiet(8, noise=1.0)
-    with (
-        Run(model, ones(20), method=PerExample(), sampling=Poisson(batch=20), budget=budget, ledger=ledger) as run,
-        pytest.raises(privet.LedgerError),
-    ):
+    monkeypatch.setattr(privet.Ledger, "begin_charge", fail)
+    with one_step(ledger, model) as run, pytest.raises(privet.LedgerError):
         take(run, lambda batch: model(batch[0]).sum(1))
     assert not drawn and model.layer.weight.grad is None and run.steps_done == 0
