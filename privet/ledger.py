@@ -293,7 +293,7 @@ class Ledger:
     def charge(
         self, entry: Entry, *, step: int, units: int = 1, resumed: bool = False, limit: int | None = None
     ) -> int:
-        """Pay for `units` compositions of the entry's mechanism, durably, before their noise is drawn.
+        """Pay for `units` compositions of the entry's mechanism, durably, before anything of them is released.
 
         Returns the units paid. Steps that are done again are paid again: the first step after a checkpoint was loaded
         (`resumed`) costs at least one unit if anyone has taken that step of the run before, also if it would be free
