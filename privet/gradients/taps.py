@@ -154,7 +154,7 @@ class Taps(ABC):
         self.bytes_seen = 0
         """Bytes that passed through tapped layers since it was last set to zero."""
         self._as_it_is: dict[str, bool] = {}
-        """By kind of device, whether products in this backward pass are of full precision without further ado."""
+        """By kind of device, whether products in this backward pass are of full precision, but for autocast."""
         self._scratch = Scratch()
         self._handles: list[RemovableHandle] = []
         self._first: dict[str, int] = {}
@@ -334,8 +334,8 @@ class Taps(ABC):
         """Whether a backward pass is as `at_work` would have it, but for the taps. It is entered for every layer."""
         device = delta.device.type
         if device not in self._as_it_is:
-            self._as_it_is[device] = not (coarseness(device) or torch.is_autocast_enabled(device))
-        return self._as_it_is[device] and not torch.is_grad_enabled()
+            self._as_it_is[device] = not coarseness(device)
+        return self._as_it_is[device] and not (torch.is_grad_enabled() or torch.is_autocast_enabled(device))
 
     def _hand_on(self, use: Use, inputs: Sequence[Tensor], deltas: Sequence[Tensor | None]) -> Sequence[Tensor] | None:
         if self._probed is None:
