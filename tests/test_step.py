@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import sqlite3
 import threading
 import time
@@ -20,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import privet
 from privet import Budget, FixedSize, Partition, PerExample, Poisson, Refused, Release, Run
-from privet.ledger import _Commit
+from privet.ledger import Payment, _Commit
 from privet.noise import Source
 
 UNLIKELY = 1e-7
@@ -323,29 +321,35 @@ def test_a_charge_that_is_not_written_releases_nothing(monkeypatch: pytest.Monke
         assert model.layer.weight.grad is not None and run.steps_done == 1
 
 
-def test_stopping_while_the_disk_writes_releases_nothing(
-    monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger
-) -> None:
-    """Ctrl-C comes in the middle of the wait: the charge is written to its end, and stands."""
-    model, write, draw = Weight(), _Commit.run, Source.add_noise
+class Interrupted(threading.Event):
+    """Ctrl-C comes when it is first waited for."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.__class__ = threading.Event  # type: ignore[assignment]
+        raise KeyboardInterrupt
+
+
+def test_stopping_while_the_disk_writes_releases_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The charge is written to its end, and stands."""
+    model, begin, write = Weight(), privet.Ledger.begin_charge, _Commit.run
 
     def write_slowly(self: _Commit) -> None:
         time.sleep(0.3)
         write(self)
 
-    def stop_soon(self: Source, *args: Any, **options: Any) -> Tensor:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return draw(self, *args, **options)
+    def interrupted(self: privet.Ledger, *args: Any, **options: Any) -> Payment:
+        payment = begin(self, *args, **options)
+        payment._commit.done.__class__ = Interrupted
+        return payment
 
-    with one_step(ledger, model) as run:
+    with privet.Ledger(tmp_path / "data.ledger") as ledger, one_step(ledger, model) as run:
         monkeypatch.setattr(_Commit, "run", write_slowly)
-        monkeypatch.setattr(Source, "add_noise", stop_soon)
+        monkeypatch.setattr(privet.Ledger, "begin_charge", interrupted)
         with pytest.raises(KeyboardInterrupt):
             take(run, lambda batch: model(batch[0]).sum(1))
-            time.sleep(1)  # in memory nothing is waited for
         monkeypatch.undo()
         assert sum(units for _, units in ledger.spent(run=run.id)) == 1
-        assert ledger.in_memory or (model.layer.weight.grad is None and run.steps_done == 0)
+        assert model.layer.weight.grad is None and run.steps_done == 0
 
 
 def test_a_charge_that_fails_releases_nothing(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
