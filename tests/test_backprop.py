@@ -346,6 +346,22 @@ def test_frozen_layers_take_no_part_until_they_are_thawed() -> None:
     session.close()
 
 
+@pytest.mark.parametrize("trained_first", [True, False])
+@pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
+def test_freezing_or_thawing_within_a_step_is_refused(parameter: str, trained_first: bool) -> None:
+    model, x = chain(), rows(6)
+    changed = model.get_parameter(parameter).requires_grad_(trained_first)
+    session = Backprop().open(model, SETTING)
+    session.begin()
+    with session.listening():
+        session.add(bumpy_losses(model, x))
+        changed.requires_grad_(not trained_first)
+        losses = bumpy_losses(model, x)
+        with pytest.raises(Refused, match=f"'{parameter}' was frozen or thawed within a step"):
+            session.add(losses)
+    session.close()
+
+
 # Clips that follow norms
 
 
