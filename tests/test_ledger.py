@@ -290,30 +290,27 @@ def test_a_payment_that_was_waited_for_is_seen_by_other_processes(path: Path) ->
             assert units(path) == step
 
 
-def writers() -> int:
-    return sum(thread.name == "privet-ledger" for thread in threading.enumerate())
+def writers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "privet-ledger"}
 
 
 def test_the_thread_that_writes_ends_with_its_ledger(path: Path) -> None:
-    def wait_for(count: int) -> None:
-        for _ in range(100):
-            if writers() == count:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"{writers()} threads in place of {count}")
+    def charged(step: int) -> tuple[Ledger, threading.Thread]:
+        before = writers()  # those of other tests may be about to end
+        ledger = Ledger(path)
+        ledger.charge(ledger.open_run("run", POISSON), step=step)
+        (own,) = writers() - before
+        return ledger, own
 
-    before = writers()
-    ledger = Ledger(path)
-    ledger.charge(ledger.open_run("run", POISSON), step=1)
-    wait_for(before + 1)
+    ledger, own = charged(step=1)
     ledger.close()
-    wait_for(before)
-    ledger = Ledger(path)
-    ledger.charge(ledger.open_run("run", POISSON), step=2)
-    wait_for(before + 1)
+    own.join(timeout=10)
+    assert not own.is_alive()
+    ledger, own = charged(step=2)
     del ledger
     gc.collect()
-    wait_for(before)
+    own.join(timeout=10)
+    assert not own.is_alive()
 
 
 def test_a_payment_that_was_begun_is_written_before_the_ledger_is_closed(path: Path) -> None:
