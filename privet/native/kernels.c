@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 9; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 10; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -508,17 +508,24 @@ typedef struct {
 /* Squares at each position of one record, added up over its channels: energy[p·LANES]. `line` is room for a record. */
 FAST static void add_channels(const window *w, const float *restrict x, float *restrict line, float *restrict energy)
 {
-    const int64_t positions = w->height * w->width;
-    memset(line, 0, sizeof(float) * (size_t)positions);
-    for (int64_t c = 0; c < w->channels && !w->channels_last; c++)
+    const int64_t positions = w->height * w->width, channels = w->channels;
+    if (w->channels_last && channels > 1) {
+        for (int64_t p = 0; p < positions; p++, x += channels) {
+            lanes parts = {0};
+            float sum = 0;
+            int64_t c = 0;
+            for (; c + LANES <= channels; c += LANES) parts += *(const lanes *)(x + c) * *(const lanes *)(x + c);
+            for (; c < channels; c++) sum += x[c] * x[c];
+            for (int i = 0; i < LANES; i++) sum += parts[i];
+            line[p] = energy[p * LANES] = sum;
+        }
+        return;
+    }
+#pragma omp simd
+    for (int64_t p = 0; p < positions; p++) line[p] = x[p] * x[p];
+    for (int64_t c = 1; c < channels; c++)
 #pragma omp simd
         for (int64_t p = 0; p < positions; p++) line[p] += x[c * positions + p] * x[c * positions + p];
-    for (int64_t p = 0; p < positions && w->channels_last; p++) {
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < w->channels; c++) sum += x[p * w->channels + c] * x[p * w->channels + c];
-        line[p] = sum;
-    }
     for (int64_t p = 0; p < positions; p++) energy[p * LANES] = line[p];
 }
 
@@ -767,22 +774,34 @@ FAST static int add_noise(const uint64_t *restrict words, int64_t first, int64_t
     return lost;
 }
 
-/* out = total + scale·grid·N(0, 1) on multiples of `grid`, a power of two. Takes count words, and one more if that is
-   odd. `out` and `total` must not overlap. Gives whether a total is not finite: what was written is of no use then. */
-int privet_add_noise(const uint64_t *words, int64_t count, double scale, double grid, const float *total, float *out)
+typedef struct {
+    int64_t count;
+    double scale, grid;
+    const float *total;
+    float *out;
+} sum;
+
+/* For each of the sums: out = total + scale·grid·N(0, 1) on multiples of `grid`, a power of two. Takes count words, and
+   one more if that is odd. `out` and `total` must not overlap. Gives whether a total is not finite: what was written is
+   of no use then. */
+int privet_add_noise(const uint64_t *words, const sum *sums, int64_t number)
 {
-    const int64_t half = (count + 1) / 2, pairs = count / 2, block = 1024;
+    const int64_t block = 1024;
     int lost = 0;
+    for (const sum *s = sums; s < sums + number; s++) {
+        const int64_t half = (s->count + 1) / 2, pairs = s->count / 2;
 #pragma omp parallel for schedule(static) reduction(| : lost) if (pairs > 4 * block)
-    for (int64_t first = 0; first < pairs; first += block)
-        lost |= add_noise(words, first, pairs - first < block ? pairs : first + block, half, scale, 1 / grid, grid,
-                          total, out);
-    if (pairs < half) {
-        const uint64_t word[2] = {words[half - 1], words[2 * half - 1]};
-        const float value[2] = {total[half - 1], 0};
-        float found[2];
-        lost |= add_noise(word, 0, 1, 1, scale, 1 / grid, grid, value, found);
-        out[half - 1] = found[0];
+        for (int64_t first = 0; first < pairs; first += block)
+            lost |= add_noise(words, first, pairs - first < block ? pairs : first + block, half, s->scale, 1 / s->grid,
+                              s->grid, s->total, s->out);
+        if (pairs < half) {
+            const uint64_t word[2] = {words[half - 1], words[2 * half - 1]};
+            const float value[2] = {s->total[half - 1], 0};
+            float found[2];
+            lost |= add_noise(word, 0, 1, 1, s->scale, 1 / s->grid, s->grid, value, found);
+            s->out[half - 1] = found[0];
+        }
+        words += 2 * half;
     }
     return lost;
 }
