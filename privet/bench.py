@@ -124,7 +124,7 @@ def private(case: Case, layout: str, method: Method, ledger: Path, keep_memory: 
         keep_memory=keep_memory,
     )
     losses = case.losses(model)  # its hooks come after the method's
-    chunk = Chunk(size=case.batch, last_of_unit=True, last=True)
+    chunk = Chunk(size=case.batch, last_of_unit=True)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -308,7 +308,7 @@ class Ledger:
     ) -> Payment:
         """What `charge` does, up to waiting for the disk: that is `Payment.wait`, which must be called in any case.
 
-        In between there is time for what releases nothing, such as a backward pass. Other threads wait as well.
+        In between there is time for what releases nothing, such as drawing noise. Other threads wait as well.
         """
         step, units = operator.index(step), operator.index(units)
         if step < 0 or units < 0:

@@ -177,21 +177,24 @@ class Source:
         torch.sin(angle[:rest], out=out[half:]).mul_(radius[:rest])
         return out
 
-    def _add_rounded(self, sums: Sequence[native.NoisySum]) -> bool:
-        """total + N(0, std²), rounded to multiples of `grid`, to `out`, for sums of at most 2·_PAIRS numbers together.
+    def _add_rounded(self, values: torch.Tensor, std: float, grid: float, out: torch.Tensor) -> bool:
+        """values + N(0, std²), rounded to multiples of `grid`, to `out`; at most 2·_PAIRS of them.
 
-        Gives whether all totals are finite.
+        Gives whether all values are finite.
         """
+        count = values.numel()
         self._take()
         try:
-            if all(map(_is_for_c, sums)):
-                self._fill(self._bytes, sum(s.words for s in sums))
-                return native.add_noise(self._words, sums)
-            finite = True
-            for total, std, grid, out in sums:
-                finite &= _all_finite(total)
-                noise = self._normals(self._noise[: total.numel()], scale=std / grid)
-                out.copy_(noise.add_(total.cpu(), alpha=1 / grid).round_().mul_(grid))
+            if (
+                native.serves(values, out)
+                and values.is_contiguous()
+                and out.is_contiguous()
+                and abs(values.data_ptr() - out.data_ptr()) >= 4 * count
+            ):
+                self._fill(self._bytes, count + count % 2)
+                return native.add_noise(self._words, values, std, grid, out)
+            finite, noise = _all_finite(values), self._normals(self._noise[:count], scale=std / grid)
+            out.copy_(noise.add_(values.cpu(), alpha=1 / grid).round_().mul_(grid))
             return finite
         finally:
             self._in_use.release()
@@ -210,75 +213,39 @@ class Source:
           divergence as the continuous one (Canonne, Kamath, Steinke 2020, Theorem 4). Of `total` itself the
           caller must know the sensitivity, with the rounding of its summation.
         """
-        _check(total, std)
-        out = torch.empty_like(total, dtype=torch.float64) if out is None else out
-        self._add([(total.detach(), std, out)])
+        if not (std == 0 or 1e-200 <= std <= 1e200):
+            raise ConfigError(f"std is {std}: it must be 0 or a positive finite number between 1e-200 and 1e200.")
+        if total.dim() != 1 or total.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"total is {total.dtype} of shape {tuple(total.shape)}: give a flat float32 or float64 one."
+            )
+        total = total.detach()
+        if out is None:
+            out = torch.empty_like(total, dtype=torch.float64)
+        if std == 0:
+            finite = _all_finite(total)
+            out.copy_(total)
+        elif total.numel() <= 2 * _PAIRS:
+            finite = self._add_block(total, std, out)
+        else:
+            blocks = zip(torch.split(total, 2 * _PAIRS), torch.split(out, 2 * _PAIRS), strict=True)
+            finite = all(self._add_block(values, std, result) for values, result in blocks)
+        if not finite:  # noise hides nothing in an infinite sum, so fail closed
+            out.zero_()
+            raise PrivetError("The sum to be noised is not finite: the bound must drop non-finite records first.")
         return out
 
-    def add_noises(self, totals: Sequence[torch.Tensor], stds: Sequence[float]) -> list[torch.Tensor]:
-        """What `add_noise` gives for each of these, in the precision of each, in fewer calls."""
-        outs = [torch.empty_like(total) for total in totals]
-        for total, std in zip(totals, stds, strict=True):
-            _check(total, std)
-        self._add([(total.detach(), std, out) for total, std, out in zip(totals, stds, outs, strict=True)])
-        return outs
-
-    def _add(self, sums: Sequence[tuple[torch.Tensor, float, torch.Tensor]]) -> None:
-        """Adds noise to the first of each by its deviation, and writes that to the last. All or nothing."""
-        together: list[native.NoisySum] = []
-        drawn, finite = 0, True
-        for whole, std, whole_out in sums:
-            if std == 0:
-                finite &= _all_finite(whole)
-                whole_out.copy_(whole)
-                continue
-            if self.level == "exact":
-                finite &= self._add_discrete(whole, std, whole_out)
-                continue
-            grid = math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
-            for total, out in zip(_blocks(whole), _blocks(whole_out), strict=True):
-                part = native.NoisySum(total, std, grid, out)
-                if drawn + part.words > 2 * _PAIRS:
-                    finite &= self._add_rounded(together)
-                    together, drawn = [], 0
-                together.append(part)
-                drawn += part.words
-        finite &= self._add_rounded(together)
-        if not finite:  # noise hides nothing in an infinite sum, so fail closed
-            for _, _, out in sums:
-                out.zero_()
-            raise PrivetError("The sum to be noised is not finite: the bound must drop non-finite records first.")
-
-    def _add_discrete(self, total: torch.Tensor, std: float, out: torch.Tensor) -> bool:
-        """Discrete Gaussian noise of level `exact`; gives whether all of the total is finite."""
-        if not _all_finite(total):
+    def _add_block(self, values: torch.Tensor, std: float, out: torch.Tensor) -> bool:
+        """At most 2·_PAIRS values, noised, to `out`; gives whether all of them are finite."""
+        if self.level != "exact":
+            return self._add_rounded(values, std, math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS), out)
+        if not _all_finite(values):
             return False
         grid = math.ldexp(std, -_GRID_BITS)
-        cells = np.rint(total.cpu().double().numpy() / grid).clip(-_EXACT_RANGE, _EXACT_RANGE)
+        cells = np.rint(values.cpu().double().numpy() / grid).clip(-_EXACT_RANGE, _EXACT_RANGE)
         noised = cells.astype(np.int64) + _discrete_gaussian(self, len(cells), _GRID_BITS)
         out.copy_(torch.from_numpy(noised * grid))
         return True
-
-
-def _blocks(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    return [flat] if flat.numel() <= 2 * _PAIRS else torch.split(flat, 2 * _PAIRS)
-
-
-def _check(total: torch.Tensor, std: float) -> None:
-    if not (std == 0 or 1e-200 <= std <= 1e200):
-        raise ConfigError(f"std is {std}: it must be 0 or a positive finite number between 1e-200 and 1e200.")
-    if total.dim() != 1 or total.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"total is {total.dtype} of shape {tuple(total.shape)}: give a flat float32 or float64 one.")
-
-
-def _is_for_c(sum_: native.NoisySum) -> bool:
-    total, _, _, out = sum_
-    return (
-        native.serves(total, out)
-        and total.is_contiguous()
-        and out.is_contiguous()
-        and abs(total.data_ptr() - out.data_ptr()) >= 4 * total.numel()
-    )
 
 
 def _all_finite(values: torch.Tensor) -> bool:

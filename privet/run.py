@@ -162,6 +162,7 @@ class Run:
         self._probe: Probe | None = None
         self._modes: list[bool] = []
         self._iterations = 0
+        self._held: tuple[Buffers, Parameters] | None = None
         self._process = os.getpid()
         self._optimizers = OptimizerGuard(model, weakref.ref(self))
         weakref.finalize(self, self._optimizers.close)
@@ -414,14 +415,7 @@ class Run:
             self._public_batches() if place == 0 and self.public is not None and self.session.wants_public() else None
         )
         self._pending = Step(
-            self._chunks(drawn),
-            self.session,
-            self.source,
-            self._rules,
-            self._record,
-            self._done,
-            self._new_probe,
-            public,
+            self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe, public
         )
         return self._pending
 
@@ -448,14 +442,16 @@ class Run:
             self.session.learned()
 
     def _chunks(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Iterator[tuple[Any, Chunk]]:
-        """The chunks of the next sample; then refuses forward passes that left something of them in the model."""
-        held = None
+        """The chunks of the next sample, with a note of what the model was before it."""
         if self.method.records_must_be_independent:  # others see to it themselves
-            held = Buffers(self.model), Parameters(self.model)
+            self._held = Buffers(self.model), Parameters(self.model)
         for sample in islice(drawn, 1):
             yield from sample
-        if held is not None:
-            buffers, parameters = held
+
+    def _refuse_changes(self) -> None:
+        """Refuses to release what comes of a forward pass that left something of private records in the model."""
+        if self._held is not None:
+            (buffers, parameters), self._held = self._held, None
             if changed := buffers.restore():
                 raise Refused(
                     f"Buffer '{changed[0]}' was changed by a forward pass over private records, so it carries "
@@ -520,7 +516,11 @@ class Run:
         return max(due, 1) if self._repeats else due
 
     def _record(self) -> Callable[[], None]:
-        """Begins to pay for the next step. What it gives waits until that is on the disk, before any release."""
+        """Begins to pay for the next step, after its sums are bounded. What it gives waits until that is on the disk.
+
+        Nothing may be released before.
+        """
+        self._refuse_changes()
         if os.getpid() != self._process:
             raise Refused(
                 "This run was made in another process, and both would go on with the same samples while one of them "
@@ -534,15 +534,12 @@ class Run:
 
         def paid() -> None:
             self.units_spent += payment.wait()
+            self._resumed = self._repeats = False
+            self.steps_done += 1
+            if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
+                self._epoch_key = self.sampling.epoch_key(self.source)
 
         return paid
-
-    def _done(self) -> None:
-        """A step is paid for and about to be released."""
-        self._resumed = self._repeats = False
-        self.steps_done += 1
-        if self.steps_done % self.sampling.steps_per_epoch(self.records) == 0:
-            self._epoch_key = self.sampling.epoch_key(self.source)
 
     def statement(self) -> dict[str, Any]:
         """The privacy statement: what is protected, how, at what cost, and what is not covered. Public facts only."""

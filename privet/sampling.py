@@ -214,11 +214,10 @@ class Partition(SamplingRule):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One physical piece of a sample: how many records, and whether a unit of the method or the sample ends with it."""
+    """One physical piece of a sample: how many records, and whether a unit of the method ends with it."""
 
     size: int
     last_of_unit: bool
-    last: bool
 
 
 class ChunkSampler(Sampler[list[int]]):
@@ -247,12 +246,7 @@ class ChunkSampler(Sampler[list[int]]):
         for sample in self._samples:
             units = [sample] if self._cut is None else self._cut(sample)
             pieces = [(piece, last) for unit in units for piece, last in self._pieces(unit)]
-            self.boundaries.append(
-                [
-                    Chunk(size=len(piece), last_of_unit=last, last=place == len(pieces))
-                    for place, (piece, last) in enumerate(pieces, 1)
-                ]
-            )
+            self.boundaries.append([Chunk(size=len(piece), last_of_unit=last) for piece, last in pieces])
             for piece, _ in pieces:
                 yield piece.tolist()
 

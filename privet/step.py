@@ -67,16 +67,13 @@ class Step:
         source: Source,
         rules: Rules,
         record: Callable[[], Callable[[], None]],
-        done: Callable[[], None],
         probe: Callable[[], Probe | None] = lambda: None,
         public: Iterable[tuple[Any, int]] | None = None,
     ) -> None:
         self._chunks, self._session, self._source = chunks, session, source
-        self._rules, self._record, self._done, self._probe, self._public = rules, record, done, probe, public
+        self._rules, self._record, self._probe, self._public = rules, record, probe, public
         self._waiting: tuple[int, Callable[[Tensor], None]] | None = None
-        self._begun = self._paid = False
-        self._last = False
-        """Whether the losses of the sample's last chunk are waited for."""
+        self._begun = False
         self.open = False
         """Whether the inner loop is going on."""
         self.released = False
@@ -94,7 +91,6 @@ class Step:
             self._session.learned()
         self._session.begin()
         for batch, chunk in self._chunks:  # sample
-            self._last = chunk.last
             yield from self._ask(batch, chunk.size, self._session.add, self._session.listening)  # bound
             if chunk.last_of_unit:
                 self._session.end_unit()
@@ -127,28 +123,19 @@ class Step:
         size, take = self._waiting
         check_losses(losses, size)
         self._waiting = None  # also if it fails half-way: a chunk handed in again would count twice
-        if self._last:
-            self._pay(lambda: take(losses))
-        else:
-            take(losses)
-
-    def _pay(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Records the step: durably when this ends. The disk writes while something is done that releases nothing."""
-        paid = self._record()
-        try:
-            meanwhile()
-        finally:
-            paid()
-        self._paid = True
+        take(losses)
 
     def _release(self) -> None:
         queries = self._session.finish()
         stds = noise_stds(queries, self._rules, self._source)
-        if not self._paid:  # nothing is released before; the sample is empty
-            self._pay()
-        self._done()  # whatever happens now, someone may see what follows: the step is not to be taken again
-        values = self._source.add_noises([q.total for q in queries], stds)
-        noisy = {q.name: value for q, value in zip(queries, values, strict=True)}
+        paid = self._record()  # the disk writes while noise is drawn
+        try:
+            noisy = {
+                q.name: self._source.add_noise(q.total, std, out=torch.empty_like(q.total))
+                for q, std in zip(queries, stds, strict=True)
+            }
+        finally:
+            paid()  # durably, before anything leaves this method
         self._session.observe({q.name: noisy[q.name] for q in queries if q.group is None})
         for query in queries:
             unscale(query, noisy[query.name])

@@ -324,38 +324,6 @@ def test_a_sum_that_is_not_finite_is_not_released(level: Level, bad: float) -> N
         make(level).add_noise(torch.tensor([0.0, bad, 1.0]), 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", [[], [3], [4, 0, 1, 7], [5, 2 * noise._PAIRS - 6, 3], [2, 2 * noise._PAIRS + 1, 2]])
-def test_several_sums_at_once_are_each_noised_by_their_own(sizes: list[int], dtype: torch.dtype) -> None:
-    totals = [torch.full((size,), 0.5, dtype=dtype) for size in sizes]
-    stds = [1.0, 0.25, 0.0625, 0.0][: len(sizes)]
-    found = Source("seeded", seed=3).add_noises(totals, stds)
-    assert [(f.shape, f.dtype) for f in found] == [(t.shape, t.dtype) for t in totals]
-    for noisy, total, std in zip(found, totals, stds, strict=True):
-        off = noisy - total
-        assert torch.equal(noisy, total) if std == 0 else bool((off.abs() < 9 * std).all())
-        if std and len(off) > 1000:
-            assert float(off.double().std()) == pytest.approx(std, rel=0.02)
-    if sum(sizes) < 2 * noise._PAIRS:  # in one go, and so from the same words
-        alone = Source("seeded", seed=3)
-        one_by_one = [alone.add_noise(t, s, out=torch.empty_like(t)) for t, s in zip(totals, stds, strict=True)]
-        assert all(map(torch.equal, found, one_by_one))
-    drawn = [(f.double() - 0.5) / s for f, s in zip(found, stds, strict=True) if s]
-    assert all(not torch.equal(x[:2], y[:2]) for x in drawn for y in drawn if x is not y)  # no word serves twice
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_if_one_of_several_sums_is_not_finite_none_is_given(where: int, level: Level, monkeypatch: Any) -> None:
-    totals, outs = [torch.ones(5), torch.ones(4), torch.ones(3)], [torch.ones(5), torch.ones(4), torch.ones(3)]
-    totals[where][-1] = torch.inf
-    source, places = make(level), iter(outs)
-    monkeypatch.setattr(torch, "empty_like", lambda *_: next(places))
-    with pytest.raises(PrivetError, match="not finite"):
-        source.add_noises(totals, [1.0, 0.0, 2.0])
-    assert not any(out.any() for out in outs)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("size", [1, 2, 3, 1001, 20_000, 300_001])

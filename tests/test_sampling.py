@@ -329,13 +329,13 @@ def test_chunk_sizes_and_units() -> None:
     chunks = list(sampler)
     assert chunks == [[1, 3], [5, 7], [0, 2], [4, 6], [8], [9]]
 
-    def end(size: int, of_unit: bool, last: bool = False) -> Chunk:
-        return Chunk(size=size, last_of_unit=of_unit, last=last)
+    def end(size: int, last: bool) -> Chunk:
+        return Chunk(size=size, last_of_unit=last)
 
     assert list(sampler.boundaries) == [
-        [end(2, False), end(2, True), end(2, False), end(2, False), end(1, True, last=True)],
+        [end(2, False), end(2, True), end(2, False), end(2, False), end(1, True)],
         [],
-        [end(1, True, last=True)],
+        [end(1, True)],
     ]
 
 

@@ -7,7 +7,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.utils.data import TensorDataset
 import privet
 from privet import Budget, FixedSize, Partition, PerExample, Poisson, Refused, Release, Run
 from privet.ledger import Payment, _Commit
-from privet.methods.per_example import _PerExampleSession
 from privet.noise import Source
 
 UNLIKELY = 1e-7
@@ -266,46 +264,28 @@ def test_nothing_is_released_before_its_charge_is_written(
     monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger
 ) -> None:
     model, events = Weight(), []
-    write, draw, bound = _Commit.run, Source.add_noises, _PerExampleSession.add
+    write, draw, hand_over = _Commit.run, Source.add_noise, privet.step.hand_over
 
     def write_slowly(self: _Commit) -> None:
         time.sleep(0.2)
         write(self)
         events.append("written")
 
-    def add(self: _PerExampleSession, losses: Tensor) -> None:
-        events.append("bounded")
-        bound(self, losses)
-
-    def noise(self: Source, *args: Any) -> list[Tensor]:
+    def noise(self: Source, *args: Any, **options: Any) -> Tensor:
         events.append("noise")
-        return draw(self, *args)
+        return draw(self, *args, **options)
+
+    def release(*args: Any) -> None:
+        events.append("released")
+        hand_over(*args)
 
     with one_step(ledger, model) as run:
         monkeypatch.setattr(_Commit, "run", write_slowly)
-        monkeypatch.setattr(_PerExampleSession, "add", add)
-        monkeypatch.setattr(Source, "add_noises", noise)
+        monkeypatch.setattr(Source, "add_noise", noise)
+        monkeypatch.setattr(privet.step, "hand_over", release)
         take(run, lambda batch: model(batch[0]).sum(1))
         monkeypatch.undo()
-    assert events == (["written", "bounded", "noise"] if ledger.in_memory else ["bounded", "written", "noise"])
-
-
-def test_a_step_that_fails_after_its_charge_began_is_paid_for_and_not_taken(
-    monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger
-) -> None:
-    model = Weight()
-
-    def fail(*_: Any) -> None:
-        raise OSError("no memory")
-
-    with one_step(ledger, model) as run:
-        monkeypatch.setattr(_PerExampleSession, "add", fail)
-        with pytest.raises(OSError, match="no memory"):
-            take(run, lambda batch: model(batch[0]).sum(1))
-        assert sum(units for _, units in ledger.spent(run=run.id)) == 1 == run.units_spent
-        assert run.steps_done == 0 and model.layer.weight.grad is None
-        with ThreadPoolExecutor(1) as other:  # the ledger is free for others
-            assert other.submit(ledger.last_step, run.id).result(timeout=10) == 1
+    assert events == (["written", "noise", "released"] if ledger.in_memory else ["noise", "written", "released"])
 
 
 def test_a_step_that_someone_saw_is_never_taken_again(ledger: privet.Ledger) -> None:
@@ -334,7 +314,7 @@ def test_a_step_whose_noise_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch, l
     def fail(*_: Any, **__: Any) -> Tensor:
         raise OSError("no randomness")
 
-    monkeypatch.setattr(Source, "add_noises", fail)
+    monkeypatch.setattr(Source, "add_noise", fail)
     with one_step(ledger, model) as run:
         with pytest.raises(OSError, match="no randomness"):
             take(run, lambda batch: model(batch[0]).sum(1))
@@ -394,7 +374,7 @@ def test_stopping_while_the_disk_writes_releases_nothing(monkeypatch: pytest.Mon
 
 def test_a_charge_that_fails_releases_nothing(monkeypatch: pytest.MonkeyPatch, ledger: privet.Ledger) -> None:
     model, drawn = Weight(), []
-    monkeypatch.setattr(Source, "add_noises", lambda *a, **k: drawn.append(1))
+    monkeypatch.setattr(Source, "add_noise", lambda *a, **k: drawn.append(1))
 
     def fail(*_: Any, **__: Any) -> None:
         raise privet.LedgerError("the disk is full")

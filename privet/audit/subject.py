@@ -143,10 +143,6 @@ class Desk(Source):
             noisy.copy_(recorded)
         return noisy
 
-    def add_noises(self, totals: Sequence[Tensor], stds: Sequence[float]) -> list[Tensor]:
-        pairs = zip(totals, stds, strict=True)
-        return [self.add_noise(total, std, out=torch.empty_like(total)) for total, std in pairs]
-
     def words(self, count: int) -> npt.NDArray[np.uint64]:
         return self.real.words(count)
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch  # first: the library must find PyTorch's OpenMP loaded, and use its threads
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 10
+_VERSION = 9
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _WIDE = 16
 """Of kernels.c: so many channels at a time."""
@@ -33,11 +32,9 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_weight_rows": (ctypes.c_int, "piippp"),
     "privet_clip_patches": (ctypes.c_int, "ppdppp"),
     "privet_clip_gradients": (ctypes.c_int, "piiiidipppp"),
-    "privet_add_noise": (ctypes.c_int, "ppi"),
+    "privet_add_noise": (ctypes.c_int, "piddpp"),
 }
 """What each function returns, and what it takes: pointers, int64, float and double."""
-_SUM = struct.Struct("@qddPP")
-"""As `sum` in kernels.c."""
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
 
@@ -258,32 +255,13 @@ def clip_gradients(
     return out, factors, sums
 
 
-class NoisySum(NamedTuple):
-    """A flat sum, the noise for it, and where the two go together."""
+def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor) -> bool:
+    """Writes total + N(0, std²), rounded to multiples of `grid`, to `out`; all flat, the words int64 and random.
 
-    total: Tensor
-    std: float
-    grid: float
-    """A power of two."""
-    out: Tensor
-    """Other memory than `total`."""
-
-    @property
-    def words(self) -> int:
-        """So much randomness: a word for each number, made even."""
-        return self.total.numel() + self.total.numel() % 2
-
-
-def add_noise(words: Tensor, sums: Sequence[NoisySum]) -> bool:
-    """Writes total + N(0, std²), rounded to multiples of `grid`, to `out`, for each of the sums; the words are int64.
-
-    Gives whether all totals are finite: if not, what was written is of no use.
+    Gives whether all totals are finite: if not, what was written is of no use. Takes as many words as there are
+    numbers, made even. `grid` is a power of two, and `out` other memory than `total`.
     """
-    drawn, needed = words.numel(), sum(s.words for s in sums)
-    for total, _, _, out in sums:
-        if drawn < needed or out.shape != total.shape or not (total.is_contiguous() and out.is_contiguous()):
-            raise ValueError(f"Sums that need {needed} words do not go with {drawn} of them, or with their places.")
-    described = b"".join(
-        _SUM.pack(total.numel(), std / grid, grid, total.data_ptr(), out.data_ptr()) for total, std, grid, out in sums
-    )
-    return not _c().privet_add_noise(words.data_ptr(), described, len(sums))
+    count, places, drawn = total.numel(), out.numel(), words.numel()
+    if places != count or drawn < count + count % 2 or not (total.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"{count} sums do not go with {drawn} words and {places} places.")
+    return not _c().privet_add_noise(words.data_ptr(), count, std / grid, grid, total.data_ptr(), out.data_ptr())

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 10; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 9; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -774,34 +774,22 @@ FAST static int add_noise(const uint64_t *restrict words, int64_t first, int64_t
     return lost;
 }
 
-typedef struct {
-    int64_t count;
-    double scale, grid;
-    const float *total;
-    float *out;
-} sum;
-
-/* For each of the sums: out = total + scale·grid·N(0, 1) on multiples of `grid`, a power of two. Takes count words, and
-   one more if that is odd. `out` and `total` must not overlap. Gives whether a total is not finite: what was written is
-   of no use then. */
-int privet_add_noise(const uint64_t *words, const sum *sums, int64_t number)
+/* out = total + scale·grid·N(0, 1) on multiples of `grid`, a power of two. Takes count words, and one more if that is
+   odd. `out` and `total` must not overlap. Gives whether a total is not finite: what was written is of no use then. */
+int privet_add_noise(const uint64_t *words, int64_t count, double scale, double grid, const float *total, float *out)
 {
-    const int64_t block = 1024;
+    const int64_t half = (count + 1) / 2, pairs = count / 2, block = 1024;
     int lost = 0;
-    for (const sum *s = sums; s < sums + number; s++) {
-        const int64_t half = (s->count + 1) / 2, pairs = s->count / 2;
 #pragma omp parallel for schedule(static) reduction(| : lost) if (pairs > 4 * block)
-        for (int64_t first = 0; first < pairs; first += block)
-            lost |= add_noise(words, first, pairs - first < block ? pairs : first + block, half, s->scale, 1 / s->grid,
-                              s->grid, s->total, s->out);
-        if (pairs < half) {
-            const uint64_t word[2] = {words[half - 1], words[2 * half - 1]};
-            const float value[2] = {s->total[half - 1], 0};
-            float found[2];
-            lost |= add_noise(word, 0, 1, 1, s->scale, 1 / s->grid, s->grid, value, found);
-            s->out[half - 1] = found[0];
-        }
-        words += 2 * half;
+    for (int64_t first = 0; first < pairs; first += block)
+        lost |= add_noise(words, first, pairs - first < block ? pairs : first + block, half, scale, 1 / grid, grid,
+                          total, out);
+    if (pairs < half) {
+        const uint64_t word[2] = {words[half - 1], words[2 * half - 1]};
+        const float value[2] = {total[half - 1], 0};
+        float found[2];
+        lost |= add_noise(word, 0, 1, 1, scale, 1 / grid, grid, value, found);
+        out[half - 1] = found[0];
     }
     return lost;
 }
