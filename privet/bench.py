@@ -1,8 +1,8 @@
 """How much longer a private step takes than an ordinary one, and how much more memory it needs.
 
 Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both; the median
-of many. Memory: the peak of a fresh process for each, the median of three (the accountant, which no step needs, is not
-loaded there: it takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever
+of many, with the quartiles of the turns' own ratios beside it. Memory: the peak of a fresh process for each, the median
+of three (the accountant, which no step needs, is not loaded there: it takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever
 memory layout is faster for the model; the private one may choose its layout too. Both keep freed memory
 (`privet.memory`), as every run does unless it is told not to, which makes both faster. A private step is a whole one:
 forward and backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step. `against` another
@@ -12,6 +12,7 @@ method, that method's step (with cross-entropy) takes the place of the ordinary 
 from __future__ import annotations
 
 import json
+import platform
 import resource
 import statistics
 import subprocess
@@ -146,11 +147,11 @@ def measure(
         keep_freed_memory()
     plain = replace(case, loss="ce")
     compared = {"base": (plain, against), "private": (case, method)}
-    times = _times(compared, repetitions, keep_memory)
-    best: dict[str, str] = {}
-    for kind in compared:
-        _, best[kind] = min((times[kind, layout], layout) for layout in case.layouts)
-    seconds = {kind: times[kind, layout] for kind, layout in best.items()}
+    taken = _times(compared, repetitions, keep_memory)
+    medians = {key: statistics.median(values) for key, values in taken.items()}
+    best = {kind: min((medians[kind, layout], layout) for layout in case.layouts)[1] for kind in compared}
+    seconds = {kind: medians[kind, layout] for kind, layout in best.items()}
+    turns = [p / b for p, b in zip(*(taken[kind, best[kind]] for kind in ("private", "base")), strict=True)]
     peaks = {
         kind: statistics.median_low(_peak(*compared[kind], layout, keep_memory) for _ in range(_MEMORY_PROCESSES))
         for kind, layout in best.items()
@@ -163,6 +164,7 @@ def measure(
         "loss": case.loss,
         "against": base,
         "ratio": seconds["private"] / seconds["base"],
+        "ratio_quartiles": statistics.quantiles(turns, method="inclusive")[::2] if len(turns) > 1 else 2 * turns,
         "memory_ratio": peaks["private"].most / peaks["base"].most,
         "memory_ratio_above_import": peaks["private"].above_import / peaks["base"].above_import,
         "base_ms": 1e3 * seconds["base"],
@@ -175,6 +177,7 @@ def measure(
         "threads": torch.get_num_threads(),
         "loops_in_c": native.library is not None,
         "torch": torch.__version__,
+        "processor": _processor(),
     }
 
 
@@ -182,7 +185,8 @@ _Compared = Mapping[str, tuple[Case, Method | None]]
 """What is measured, by kind; no method stands for an ordinary step."""
 
 
-def _times(compared: _Compared, repetitions: int, keep_memory: bool) -> dict[tuple[str, str], float]:
+def _times(compared: _Compared, repetitions: int, keep_memory: bool) -> dict[tuple[str, str], list[float]]:
+    """The seconds of each turn, by kind and layout."""
     with tempfile.TemporaryDirectory() as folder:
         steps: dict[tuple[str, str], Callable[[], None]] = {}
         for kind, (case, method) in compared.items():
@@ -198,7 +202,14 @@ def _times(compared: _Compared, repetitions: int, keep_memory: bool) -> dict[tup
                 if turn >= _WARM_UP:
                     taken[key].append(time.perf_counter() - start)
         del steps, step
-    return {key: statistics.median(values) for key, values in taken.items()}
+    return taken
+
+
+def _processor() -> str:
+    """Its name: what privacy costs differs between them by a tenth and more."""
+    known = Path("/proc/cpuinfo")
+    names = [line for line in known.read_text().splitlines() if line.startswith("model name")] if known.exists() else []
+    return names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
 
 
 def _step(case: Case, method: Method | None, layout: str, folder: Path, keep_memory: bool) -> Callable[[], None]:

@@ -22,6 +22,8 @@ def test_the_command_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> N
     assert result["ratio"] == pytest.approx(result["private_ms"] / result["base_ms"])
     assert result["memory_ratio"] == pytest.approx(result["private_mib"] / result["base_mib"])
     assert result["ratio"] > 0.5 and result["memory_ratio"] > 0.5
+    low, high = result["ratio_quartiles"]
+    assert 0 < low <= high and result["processor"]
     assert result["against"] == "ordinary" and set(result["layouts"]) == {"base", "private"}
 
 
@@ -29,7 +31,7 @@ def test_one_method_or_loss_against_another(capsys: pytest.CaptureFixture[str]) 
     options = ["--model", "backprop-mnist", "--batch", "4", "--repetitions", "1", "--against", "per-example"]
     assert main(["bench", *options, "--method", "ternary", "--loss", "losing-less"]) == 0
     said = capsys.readouterr().out
-    assert "ternary with losing-less against per-example" in said
+    assert "ternary with losing-less against per-example" in said and "half of the turns: " in said
 
 
 def test_a_private_step_is_a_whole_one(tmp_path: Path) -> None:

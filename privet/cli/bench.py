@@ -71,8 +71,10 @@ def main(args: argparse.Namespace) -> int:
         print(to_json(result))
         return 0
     what = f"{args.method} with {case.loss} against {result['against']}"
-    print(f"{case.model}, batch {case.batch}, {what}, {result['threads']} threads")
-    print(f"  time    {result['base_ms']:8.1f} ms → {result['private_ms']:8.1f} ms   ratio {result['ratio']:.2f}")
+    print(f"{case.model}, batch {case.batch}, {what}, {result['threads']} threads of {result['processor']}")
+    low, high = result["ratio_quartiles"]
+    ratio = f"ratio {result['ratio']:.2f} (half of the turns: {low:.2f} to {high:.2f})"
+    print(f"  time    {result['base_ms']:8.1f} ms → {result['private_ms']:8.1f} ms   {ratio}")
     memory = f"{result['base_mib']:8.0f} MiB → {result['private_mib']:7.0f} MiB"
     print(f"  memory  {memory}  ratio {result['memory_ratio']:.2f}")
     return 0
