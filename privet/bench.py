@@ -2,11 +2,12 @@
 
 Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both; the median
 of many, with the quartiles of the turns' own ratios beside it. Memory: the peak of a fresh process for each, the median
-of three (the accountant, which no step needs, is not loaded there: it takes about 95 MiB once, whatever the model). The ordinary step is an eager PyTorch step in whichever
-memory layout is faster for the model; the private one may choose its layout too. Both keep freed memory
-(`privet.memory`), as every run does unless it is told not to, which makes both faster. A private step is a whole one:
-forward and backward pass, bound, a durable entry in a ledger file, noise, and the optimizer's step. `against` another
-method, that method's step (with cross-entropy) takes the place of the ordinary one.
+of three (the accountant, which no step needs, is not loaded there: it takes about 95 MiB once, whatever the model).
+The ordinary step is an eager PyTorch step in whichever memory layout is faster for the model; the private one may
+choose its layout too. Both keep freed memory (`privet.memory`), as every run does unless it is told not to, which makes
+both faster. A private step is a whole one: forward and backward pass, bound, a durable entry in a ledger file, noise,
+and the optimizer's step. `against` another method, that method's step (with cross-entropy) takes the place of the
+ordinary one.
 """
 
 from __future__ import annotations
