@@ -39,6 +39,9 @@ log = logging.getLogger("privet")
 
 _MEMORY_SHARE = 0.25
 """The part of the free memory that a physical batch may be planned to fill."""
+_MEMORY_MOST = 2**31
+"""Bytes that it is planned to fill at the most. Samples vary in size, and what is freed after one seldom fits the next:
+a process of large physical batches grows to several times what a step needs, and is no faster for it."""
 _UNMEASURED = 256
 """Records in a physical batch where nobody said how many and no made-up record was measured."""
 _COPIES = 4
@@ -64,7 +67,7 @@ class Run:
         records: the public number of records; by default the length of the data set, which then counts as public.
         ledger: the data set's account (a path or a `Ledger`); without one, only this process knows what was spent.
         noise_level: `system` (default), `exact`, or `seeded` (with `seed`), which claims nothing.
-        physical_batch: how many records go through the model at once; by default what fits in memory.
+        physical_batch: how many records go through the model at once; by default what fits in memory, within 2 GiB.
         loader_options: for torch's `DataLoader`: collate_fn, num_workers, pin_memory, …
         post: post-processors of the noisy sum, in order.
         users: whose record each one is, one id for each: then whole users are sampled and protected, `records` and
@@ -501,8 +504,8 @@ class Run:
         if self._probe is not None and self._physical is None:
             per_record = self.session.bytes_per_record(self._probe.records_seen) * _COPIES
             per_record += sum(p.numel() * p.element_size() for p in self.model.parameters())
-            free = psutil.virtual_memory().available * _MEMORY_SHARE
-            self._physical = max(1, int(free / per_record))
+            room = min(_MEMORY_MOST, psutil.virtual_memory().available * _MEMORY_SHARE)
+            self._physical = max(1, int(room / per_record))
             log.info("Physical batches of at most %d records (%d bytes each).", self._physical, per_record)
         self._probe = None
 

@@ -167,7 +167,11 @@ class TrainConfig:
     seed: int = _option(0, _MODEL, "of the initial weights, never of the noise")
 
     physical_batch: int | None = _option(
-        None, _COMPUTE, "records that go through the model at once", otherwise="what fits in memory", resume=True
+        None,
+        _COMPUTE,
+        "records that go through the model at once",
+        otherwise="what fits in memory, within 2 GiB",
+        resume=True,
     )
     workers: int = _option(0, _COMPUTE, "processes that load data", resume=True)
     precision: Literal["float32", "bf16"] = _option("float32", _COMPUTE, "of the forward and backward pass")

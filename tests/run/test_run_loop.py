@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import privet.noise
+import privet.run
 from privet import (
     ConfigError,
     PerExample,
@@ -51,6 +53,20 @@ def test_chunked_equals_unchunked(method: PerExample, options: dict[str, Any]) -
             runs.append(train(run, model, optimizer=optimizer))
     for other in runs[1:]:
         same(runs[0], other)
+
+
+def test_physical_batches_leave_room_however_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of what is free, and never more than 2 GiB: beyond that a process only grows, sample by sample."""
+
+    def chosen(available: int) -> int:
+        monkeypatch.setattr(privet.run.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+        model = net()
+        with seeded(model, budget=budget(1)) as run:
+            train(run, model)
+            return run._physical
+
+    assert chosen(2**50) == chosen(2**33) > chosen(2**32) > 1
+    assert chosen(2**10) == 1
 
 
 def test_equal_sampling_with_noise_too() -> None:
