@@ -1,8 +1,10 @@
 """How much longer a private step takes than an ordinary one, and how much more memory it needs.
 
-Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both; the median
-of many, with the quartiles of the turns' own ratios beside it. Memory: the peak of a fresh process for each, the median
-of three (the accountant, which no step needs, is not loaded there: it takes about 95 MiB once, whatever the model).
+Time: both kinds of step in one process, taking turns, so that whatever else the machine does meets both. Where their
+memory happens to lie in a process makes the same operation up to twice as fast, so this is done in several processes,
+and the median of their ratios told, with the lowest and the highest. Memory: the peak of a fresh process for each, the
+median of three (the accountant, which no step needs, is not loaded there: it takes about 95 MiB once, whatever the
+model).
 The ordinary step is an eager PyTorch step in whichever memory layout is faster for the model; the private one may
 choose its layout too. Both keep freed memory (`privet.memory`), as every run does unless it is told not to, which makes
 both faster. A private step is a whole one: forward and backward pass, bound, a durable entry in a ledger file, noise,
@@ -35,6 +37,7 @@ from .errors import ConfigError, PrivetError
 from .losses import loss as make_loss
 from .memory import keep_freed_memory
 from .methods import Method
+from .methods import method as method_named
 from .nn.models import EXAMPLE_SHAPES, build
 from .planning import Budget
 from .run import Run
@@ -42,6 +45,8 @@ from .sampling import Chunk, Poisson
 
 _WARM_UP = 3
 _MEMORY_STEPS = 4
+_REFUSED = 2
+"""How a process ends that says in a sentence why it cannot measure."""
 _MEMORY_PROCESSES = 3  # where freed memory is used again is a matter of luck, up to a tenth of all of it
 
 
@@ -139,23 +144,26 @@ def private(case: Case, layout: str, method: Method, ledger: Path, keep_memory: 
 
 
 def measure(
-    case: Case, method: Method, *, against: Method | None = None, repetitions: int = 15, keep_memory: bool = True
+    case: Case,
+    method: Method,
+    *,
+    against: Method | None = None,
+    repetitions: int = 15,
+    processes: int = 5,
+    keep_memory: bool = True,
 ) -> dict[str, Any]:
     """Times and peak memory of both steps, with their ratios; `keep_memory` holds for both."""
-    if repetitions < 1:
-        raise ConfigError(f"repetitions must be at least 1, and is {repetitions}.")
-    if keep_memory:
-        keep_freed_memory()
-    plain = replace(case, loss="ce")
-    compared = {"base": (plain, against), "private": (case, method)}
-    taken = _times(compared, repetitions, keep_memory)
-    medians = {key: statistics.median(values) for key, values in taken.items()}
-    best = {kind: min((medians[kind, layout], layout) for layout in case.layouts)[1] for kind in compared}
-    seconds = {kind: medians[kind, layout] for kind, layout in best.items()}
-    turns = [p / b for p, b in zip(*(taken[kind, best[kind]] for kind in ("private", "base")), strict=True)]
+    for name, given in (("repetitions", repetitions), ("processes", processes)):
+        if given < 1:
+            raise ConfigError(f"{name} must be at least 1, and is {given}.")
+    compared = {"base": (replace(case, loss="ce"), against), "private": (case, method)}
+    times = [_times(compared, repetitions, keep_memory) for _ in range(processes)]
+    layouts = {kind: statistics.mode(took[kind]["layout"] for took in times) for kind in compared}
+    seconds = {kind: statistics.median(took[kind]["seconds"] for took in times) for kind in compared}
+    ratios = [took["private"]["seconds"] / took["base"]["seconds"] for took in times]
     peaks = {
         kind: statistics.median_low(_peak(*compared[kind], layout, keep_memory) for _ in range(_MEMORY_PROCESSES))
-        for kind, layout in best.items()
+        for kind, layout in layouts.items()
     }
     base = "ordinary" if against is None else against.name
     return {
@@ -164,17 +172,18 @@ def measure(
         "method": method.name,
         "loss": case.loss,
         "against": base,
-        "ratio": seconds["private"] / seconds["base"],
-        "ratio_quartiles": statistics.quantiles(turns, method="inclusive")[::2] if len(turns) > 1 else 2 * turns,
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
         "memory_ratio": peaks["private"].most / peaks["base"].most,
         "memory_ratio_above_import": peaks["private"].above_import / peaks["base"].above_import,
         "base_ms": 1e3 * seconds["base"],
         "private_ms": 1e3 * seconds["private"],
         "base_mib": peaks["base"].most / 1024,
         "private_mib": peaks["private"].most / 1024,
-        "layouts": best,
+        "layouts": layouts,
         "keep_memory": keep_memory,
         "repetitions": repetitions,
+        "processes": processes,
         "threads": torch.get_num_threads(),
         "loops_in_c": native.library is not None,
         "torch": torch.__version__,
@@ -186,24 +195,42 @@ _Compared = Mapping[str, tuple[Case, Method | None]]
 """What is measured, by kind; no method stands for an ordinary step."""
 
 
-def _times(compared: _Compared, repetitions: int, keep_memory: bool) -> dict[tuple[str, str], list[float]]:
-    """The seconds of each turn, by kind and layout."""
+def _times(compared: _Compared, repetitions: int, keep_memory: bool) -> dict[str, dict[str, Any]]:
+    """Of a fresh process: by kind, the faster layout and the median of its steps' seconds."""
+    kinds = {kind: _described(case, method) for kind, (case, method) in compared.items()}
+    times: dict[str, dict[str, Any]] = _in_fresh_process(
+        "time", {"kinds": kinds, "repetitions": repetitions, "keep_memory": keep_memory}
+    )
+    return times
+
+
+def _time_steps(kinds: Mapping[str, Mapping[str, Any]], repetitions: int, keep_memory: bool) -> dict[str, Any]:
+    """What `_times` gives, here. Of two steps of a kind in a row the second counts, as it is in a training."""
     with tempfile.TemporaryDirectory() as folder:
-        steps: dict[tuple[str, str], Callable[[], None]] = {}
-        for kind, (case, method) in compared.items():
-            for layout in case.layouts:
-                place = Path(folder, kind)
-                place.mkdir(exist_ok=True)
-                steps[kind, layout] = _step(case, method, layout, place, keep_memory)
-        taken: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
-        for turn in range(_WARM_UP + repetitions):
-            for key, step in steps.items():
-                start = time.perf_counter()
+        steps: dict[str, dict[str, Callable[[], None]]] = {}
+        for kind, described in kinds.items():
+            case, method = _of(described)
+            place = Path(folder, kind)
+            place.mkdir()
+            steps[kind] = {layout: _step(case, method, layout, place, keep_memory) for layout in case.layouts}
+        best: dict[str, str] = {}
+        for kind, by_layout in steps.items():
+            fastest = {layout: min(_seconds(step) for _ in range(_WARM_UP)) for layout, step in by_layout.items()}
+            best[kind] = min(fastest, key=fastest.__getitem__)
+        taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(repetitions):
+            for kind, layout in best.items():
+                step = steps[kind][layout]
                 step()
-                if turn >= _WARM_UP:
-                    taken[key].append(time.perf_counter() - start)
+                taken[kind].append(_seconds(step))
         del steps, step
-    return taken
+    return {kind: {"layout": best[kind], "seconds": statistics.median(taken[kind])} for kind in kinds}
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def _processor() -> str:
@@ -231,24 +258,35 @@ class _Peak:
 
 def _peak(case: Case, method: Method | None, layout: str, keep_memory: bool) -> _Peak:
     """Of a fresh process that does a few steps."""
-    task: dict[str, Any] = {"case": asdict(case), "layout": layout, "keep_memory": keep_memory, "method": None}
-    if method is not None:
-        options = {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]
-        task |= {"method": method.name, "options": options}
+    task = {"kind": _described(case, method), "layout": layout, "keep_memory": keep_memory}
+    return _Peak(**_in_fresh_process("peak", task))
+
+
+def _described(case: Case, method: Method | None) -> dict[str, Any]:
+    """A kind of step, for another process."""
+    if method is None:
+        return {"case": asdict(case), "method": None, "options": {}}
+    options = {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]
+    return {"case": asdict(case), "method": method.name, "options": options}
+
+
+def _of(described: Mapping[str, Any]) -> tuple[Case, Method | None]:
+    name = described["method"]
+    return Case(**described["case"]), None if name is None else method_named(name, **described["options"])
+
+
+def _in_fresh_process(what: str, task: Mapping[str, Any]) -> Any:
     process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "privet.bench",
-            json.dumps(task | {"threads": torch.get_num_threads()}),
-        ],
+        [sys.executable, "-m", "privet.bench", what, json.dumps({**task, "threads": torch.get_num_threads()})],
         capture_output=True,
         text=True,
         check=False,
     )
     if process.returncode:
-        raise PrivetError(f"The memory of a step could not be measured: {process.stderr.strip()[-500:]}")
-    return _Peak(**json.loads(process.stdout))
+        said = process.stderr.strip()
+        refused = process.returncode == _REFUSED
+        raise PrivetError(said if refused else f"The {what} of a step could not be measured: {said[-500:]}")
+    return json.loads(process.stdout)
 
 
 def _peak_of_this_process() -> int:
@@ -260,22 +298,30 @@ def _peak_of_this_process() -> int:
     return peak // 1024 if sys.platform == "darwin" else peak
 
 
-def _memory_worker(task: dict[str, Any]) -> None:
-    from .methods import method as method_named  # noqa: PLC0415
-
-    torch.set_num_threads(task["threads"])
-    if task["keep_memory"]:
-        keep_freed_memory()
-    case = Case(**task["case"])
-    method = None if task["method"] is None else method_named(task["method"], **task["options"])
+def _steps_peak(kind: Mapping[str, Any], layout: str, keep_memory: bool) -> dict[str, int]:
+    """What `_peak` gives, here."""
+    case, method = _of(kind)
     imported = _peak_of_this_process()
     with tempfile.TemporaryDirectory() as folder:
-        step = _step(case, method, task["layout"], Path(folder), task["keep_memory"])
+        step = _step(case, method, layout, Path(folder), keep_memory)
         for _ in range(_MEMORY_STEPS):
             step()
-        peak = _peak_of_this_process()
-    print(json.dumps({"most": peak, "imported": imported}))
+        return {"most": _peak_of_this_process(), "imported": imported}
+
+
+def _worker(what: str, *, threads: int, **task: Any) -> None:
+    torch.set_num_threads(threads)
+    if task["keep_memory"]:
+        keep_freed_memory()
+    try:
+        print(json.dumps(_WORK[what](**task)))
+    except PrivetError as error:
+        print(error, file=sys.stderr)
+        sys.exit(_REFUSED)
+
+
+_WORK: Mapping[str, Callable[..., dict[str, Any]]] = {"time": _time_steps, "peak": _steps_peak}
 
 
 if __name__ == "__main__":
-    _memory_worker(json.loads(sys.argv[1]))
+    _worker(sys.argv[1], **json.loads(sys.argv[2]))

@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", metavar="METHOD", help="compare with the step of another method, in place of an ordinary one"
     )
     parser.add_argument("--loss", default="ce", help="what is minimised in the measured step (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=15, help="steps of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--repetitions", type=int, default=15, help="steps of each kind in a process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=5, help="how often all of that is done anew (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, help="threads for torch (default: its own choice)")
     parser.add_argument(
         "--keep-memory",
@@ -65,6 +70,7 @@ def main(args: argparse.Namespace) -> int:
         method_from(args.method, args.option),
         against=None if args.against is None else method_from(args.against, []),
         repetitions=args.repetitions,
+        processes=args.processes,
         keep_memory=args.keep_memory,
     )
     if args.json:
@@ -72,8 +78,8 @@ def main(args: argparse.Namespace) -> int:
         return 0
     what = f"{args.method} with {case.loss} against {result['against']}"
     print(f"{case.model}, batch {case.batch}, {what}, {result['threads']} threads of {result['processor']}")
-    low, high = result["ratio_quartiles"]
-    ratio = f"ratio {result['ratio']:.2f} (half of the turns: {low:.2f} to {high:.2f})"
+    low, high = result["ratio_range"]
+    ratio = f"ratio {result['ratio']:.2f} ({low:.2f} to {high:.2f} in {result['processes']} processes)"
     print(f"  time    {result['base_ms']:8.1f} ms → {result['private_ms']:8.1f} ms   {ratio}")
     memory = f"{result['base_mib']:8.0f} MiB → {result['private_mib']:7.0f} MiB"
     print(f"  memory  {memory}  ratio {result['memory_ratio']:.2f}")
