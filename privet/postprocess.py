@@ -7,6 +7,9 @@ Nasr, Shokri and Houmansadr (2020) tell three hypotheses apart:
 
     D: −b ≤ x < −ν        S: |x| ≤ ν        U: ν < x ≤ b
 
+**Units.** The paper's algorithm 1 works on the sum and steps by it, while p.grad holds the sum divided by the batch
+size B. Its ν (0.01, about what one record adds to an entry) is ν/B here, and its learning rate η is η·B.
+
 Each is a range of x, so Bayes' rule needs a prior within it, which the paper does not name. Here x is uniform in its
 range. With Φ the normal distribution function and (l, u) the ends of the range of h, the likelihood is
 
@@ -19,8 +22,11 @@ stands where y must.) Two answers:
 - `posterior`: E[x | y] = Σ_h p(h | y)·E[x | y, h], with the mean of a normal cut off at (l, u) for each h. No function
   of y has a smaller mean squared error under this prior.
 
-The p(h) are equal, given (for one, by `public_priors`), or tracked: after each step they move towards the mean of
-p(h | y) over the entries of a parameter, which is a step of expectation maximisation on the noisy history.
+The p(h) are equal, flat, given (for one, by `public_priors`), or tracked: after each step they move towards the mean of
+p(h | y) over the entries of a parameter, which is a step of expectation maximisation on the noisy history. Flat ones
+are in proportion to the ranges, so that x is uniform within its bound as a whole. For a ν far below the noise, as the
+paper's, the difference is large: equal ones hold half a line of sums for as likely as a sliver around 0, so that all
+but the largest y become 0; under flat ones nearly every y becomes ν or −ν, with its sign.
 """
 
 from __future__ import annotations
@@ -54,7 +60,7 @@ class Denoise:
         rule: `hard` (the paper's −ν, 0 or ν) or `posterior` (the posterior mean).
         threshold: ν, in the units of p.grad; by default one deviation of the noise in it.
         bound: b, in the same units.
-        priors: `equal`, `tracked`, or p(D), p(S), p(U), the same for all parameters or by parameter name.
+        priors: `equal`, `flat`, `tracked`, or p(D), p(S), p(U), the same for all parameters or by parameter name.
         rate: how far tracked priors move in each step.
 
     Formal guarantee: what it does is a function of releases alone, so it costs nothing. Tracked priors belong into a
@@ -67,7 +73,7 @@ class Denoise:
         *,
         threshold: float | None = None,
         bound: float = 1.0,
-        priors: Literal["equal", "tracked"] | Sequence[float] | Mapping[str, Sequence[float]] = "equal",
+        priors: Literal["equal", "flat", "tracked"] | Sequence[float] | Mapping[str, Sequence[float]] = "equal",
         rate: float = 0.1,
     ) -> None:
         if rule not in ("hard", "posterior"):
@@ -82,17 +88,18 @@ class Denoise:
             raise ConfigError(f"The rate of tracked priors must be above 0 and at most 1, and is {rate!r}.")
         self.rule, self.threshold, self.bound, self.rate = rule, threshold, bound, rate
         self.tracked = priors == "tracked"
+        self._flat = priors == "flat"
         self._of_all = EQUAL
         self._by_name: dict[str, Priors] = {}
         if isinstance(priors, Mapping):
             self._by_name = {name: _checked(given) for name, given in priors.items()}
         elif not isinstance(priors, str):
             self._of_all = _checked(priors)
-        elif priors not in ("equal", "tracked"):
-            raise ConfigError(f"priors must be 'equal', 'tracked' or three numbers, and are {priors!r}.")
+        elif priors not in ("equal", "flat", "tracked"):
+            raise ConfigError(f"priors must be 'equal', 'flat', 'tracked' or three numbers, and are {priors!r}.")
 
     def priors(self, name: str) -> Priors:
-        """What is held of this parameter's entries before they are seen."""
+        """What is held of this parameter's entries before they are seen, unless that is flat."""
         return self._by_name.get(name, self._of_all)
 
     def __call__(self, release: Release) -> None:
@@ -101,7 +108,7 @@ class Denoise:
             if std == 0:
                 continue
             three = self._hypotheses(std / release.batch).scaled(release.batch)
-            priors = self.priors(name)
+            priors = three.shares if self._flat else self.priors(name)
             y = three.in_reach(total.double(), std)
             joint = three.joint(y, std, priors)
             total.copy_(three.hardest(joint) if self.rule == "hard" else three.mean(y, std, priors, joint))
@@ -130,6 +137,12 @@ class Hypotheses:
 
     def scaled(self, factor: float) -> Hypotheses:
         return Hypotheses(self.threshold * factor, self.bound * factor)
+
+    @property
+    def shares(self) -> Priors:
+        """How much of [−b, b] each range is."""
+        outer = (self.bound - self.threshold) / (2 * self.bound)
+        return outer, self.threshold / self.bound, outer
 
     def in_reach(self, y: Tensor, std: float) -> Tensor:
         """What noise explains, to one in 10^15: farther out, the probabilities below would vanish all together."""

@@ -75,6 +75,28 @@ def test_the_rules_are_those_of_bayes(std: float, nu: float, b: float, priors: P
     assert np.abs(soft).max() <= b
 
 
+@pytest.mark.parametrize(("std", "nu", "b"), [(0.1, 0.2, 1.0), (0.5, 0.001, 1.0)])
+def test_flat_priors_make_the_value_uniform_within_its_bound(std: float, nu: float, b: float) -> None:
+    y, shares = np.linspace(-b - std, b + std, 41), ((b - nu) / (2 * b), nu / b, (b - nu) / (2 * b))
+    for rule in ("hard", "posterior"):
+        flat = denoised(Denoise(rule, threshold=nu, bound=b, priors="flat"), y, std)  # type: ignore[arg-type]
+        given = denoised(Denoise(rule, threshold=nu, bound=b, priors=shares), y, std)  # type: ignore[arg-type]
+        np.testing.assert_allclose(flat, given, rtol=1e-9)
+    _, mean = brute_force(y, std, nu, b, shares)
+    np.testing.assert_allclose(flat, mean, atol=1e-4 * b)
+
+
+def test_far_below_the_noise_equal_priors_keep_little_and_flat_ones_the_sign() -> None:
+    """The paper's ν = 0.01 of a sum of 256 records with noise of deviation 1 is ν/256 of the mean."""
+    y, batch = np.array([-6.0, -1.0, -0.1, 0.1, 1.0, 6.0]) / 256, 256
+    equal, flat = (
+        denoised(Denoise("hard", threshold=0.01 / 256, priors=priors), y, 1 / 256, batch)  # type: ignore[arg-type]
+        for priors in ("equal", "flat")
+    )
+    assert np.sign(equal).tolist() == [-1, 0, 0, 0, 0, 1]
+    np.testing.assert_allclose(flat, np.sign(y) * 0.01 / 256)
+
+
 def test_a_tie_is_no_decision() -> None:
     """With p(S) tiny and D and U alike, y = 0 is as likely to come from one as from the other."""
     rule = Denoise("hard", threshold=0.01, priors=(0.5, 0.0, 0.5))
