@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from privet.accounting import Mechanism, Relation, Spent, epsilon
 from privet.audit.finished import FinishedRun
 from privet.cli._options import resolve
 from privet.data import Data, features, load, scattering, sets
-from privet.nn import build, normalised, standardise_of
+from privet.nn import Standardise, build, normalised, standardise_of
 from privet.nn.normalise import moments
 from privet.sampling import SamplingRule
-from privet.training import TrainConfig, train
+from privet.training import TrainConfig, load_data, train
 from privet.training import loop as training_loop
 
 DELTA = 1e-5
@@ -516,6 +517,40 @@ def test_the_layer_learns_mean_and_deviation_of_each_channel() -> None:
     floor = 0.01 * math.sqrt(2) * 0.25 / 400
     assert layer.deviation[2] >= math.sqrt(floor) * (1 - 1e-6) and layer.deviation[2] < 0.02
     assert layer(x)[:, 0].std() == pytest.approx(1, rel=0.02)
+
+
+def test_public_records_give_exact_statistics() -> None:
+    x = torch.randn(700, 2, 4, 4, generator=torch.Generator().manual_seed(3)) * torch.tensor([0.2, 5.0]).view(2, 1, 1)
+    x = torch.cat([x, torch.full((700, 1, 4, 4), 0.3), torch.zeros(700, 1, 4, 4)], 1)
+    layer = Standardise(4)
+    layer.learn_from_public(x)
+    channels = x.transpose(0, 1).flatten(1)
+    assert layer.known and torch.allclose(layer.mean, channels.mean(1), atol=1e-6)
+    assert torch.allclose(layer.deviation, torch.tensor([*channels[:2].std(1), 1, 1]), rtol=1e-3)
+    assert layer(x)[:, 2:].abs().max() < 1e-6
+    with pytest.raises(ConfigError, match="no public records"):
+        Standardise(4).learn_from_public(x[:0])
+
+
+def test_public_statistics_read_no_private_record_and_cost_nothing(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "data": "digits", "model": "mlp", "normalise": "public", "noise": 5.0, "steps": 2, "batch": 64,
+        "preset": False, "lr": 0.1, "report": False, "delta": 1e-5,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="--public"):
+        train(TrainConfig(**options, out=str(tmp_path / "none"), ledger=str(tmp_path / "none.ledger")))
+    options |= {"public": 0.2, "out": str(tmp_path / "run"), "ledger": str(tmp_path / "run.ledger")}
+    config = TrainConfig(**options)
+    result = train(config)
+    data = load_data(config)
+    assert data.public is not None
+    expected = Standardise(data.input_shape[0])
+    expected.learn_from_public(data.public.tensors[0])
+    released = load_file(result.out / "model.safetensors")
+    assert torch.equal(released["normalise.mean"], expected.mean)
+    assert torch.equal(released["normalise.deviation"], expected.deviation)
+    without = train(replace(config, normalise="none", out=str(tmp_path / "w"), ledger=str(tmp_path / "w.ledger")))
+    assert result.statement["epsilon"] == without.statement["epsilon"]
 
 
 def test_the_divisor_is_public() -> None:

@@ -1,4 +1,4 @@
-"""A first layer that brings the inputs' channels to one scale: by each record's own numbers, or by private statistics.
+"""A first layer that brings the inputs' channels to one scale: by each record's own numbers, or by statistics.
 
 Features such as scattering coefficients differ in size from channel to channel by a factor of a hundred, and a private
 gradient, with one clip and one noise for all, learns little from the small ones.
@@ -17,14 +17,16 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from ..run import Run
 
-Normalise = Literal["none", "group", "private"]
+Normalise = Literal["none", "group", "public", "private"]
 
 _CHANNELS_PER_GROUP = 3
 """As Tramèr and Boneh found: 27 groups for 81 channels, 81 for 243."""
+_BLOCK = 256
+"""Public records that are added up at a time."""
 
 
 class Standardise(nn.Module):
-    """(x − mean) / deviation, channel by channel; the identity until `learn` has asked the records, once.
+    """(x − mean) / deviation, channel by channel; the identity until `learn` or `learn_from_public` was called, once.
 
     Mean and deviation are buffers, hence part of the model that is released.
     """
@@ -54,8 +56,21 @@ class Standardise(nn.Module):
         """
         answers = run.query(lambda batch: moments(batch[0]), bounds=(clip, clip**2), noise=noise)
         (mean, _), (squares, std) = ((total / run.records, std / run.records) for total, std in answers)
+        self._set(mean, (squares - mean**2).clamp(min=std))
+
+    @torch.no_grad()
+    def learn_from_public(self, x: Tensor) -> None:
+        """Sets mean and deviation from public records, which is free. A channel that does not vary is only centred."""
+        if not len(x):
+            raise ConfigError("There are no public records to take means and deviations from.")
+        parts = [[total.sum(0) for total in moments(part)] for part in torch.split(x, _BLOCK)]
+        mean, squares = (torch.stack(totals).sum(0) / len(x) for totals in zip(*parts, strict=True))
+        variance = squares - mean**2
+        self._set(mean, torch.where(variance > 2.0**-30 * squares, variance, 1))
+
+    def _set(self, mean: Tensor, variance: Tensor) -> None:
         self.mean.copy_(mean)
-        self.deviation.copy_((squares - mean**2).clamp(min=std).sqrt())
+        self.deviation.copy_(variance.sqrt())
         self.known.fill_(True)
 
 
@@ -66,10 +81,11 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalised(model: nn.Module, how: Normalise, input_shape: tuple[int, ...]) -> nn.Module:
-    """The model behind a layer that normalises its inputs: `none`, `group` or `private`.
+    """The model behind a layer that normalises its inputs: `none`, `group`, `public` or `private`.
 
     `group`: GroupNorm without weights over 3 neighbouring channels (or as near to it as they can be divided), which
-    reads nothing but the record itself and is free. `private`: `Standardise`, which costs what its query costs.
+    reads nothing but the record itself and is free. The others are `Standardise`, free where it learns from public
+    records; from private ones it costs what its query costs.
     """
     if how == "none":
         return model
@@ -79,7 +95,7 @@ def normalised(model: nn.Module, how: Normalise, input_shape: tuple[int, ...]) -
         if len(input_shape) != 3:
             raise ConfigError(
                 f"normalise 'group' is for images and their features, not for records of shape {input_shape}: choose "
-                "'private' or 'none'."
+                "'public', 'private' or 'none'."
             )
         most = max(1, channels // _CHANNELS_PER_GROUP)
         groups = next(k for k in range(most, 0, -1) if channels % k == 0)
@@ -88,5 +104,5 @@ def normalised(model: nn.Module, how: Normalise, input_shape: tuple[int, ...]) -
 
 
 def standardise_of(model: nn.Module) -> Standardise | None:
-    """The layer that waits for private statistics, or has them."""
+    """The layer that waits for statistics, or has them."""
     return next((module for module in model.modules() if isinstance(module, Standardise)), None)

@@ -79,7 +79,8 @@ class TrainConfig:
     normalise: Normalise = _option(
         "none",
         _DATA,
-        "scale of the input's channels: group (by the record alone, free) or private (statistics of the records, paid)",
+        "scale of the input's channels: group (by the record alone, free), public (statistics of public records, free) "
+        "or private (of the others, paid)",
         otherwise="none; with --features, group",
         preset=True,
     )

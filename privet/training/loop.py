@@ -286,7 +286,11 @@ class _Training:
         layer = standardise_of(self.run.model)
         if layer is None or layer.known:
             return
-        layer.learn(self.run, clip=self.config.normalise_clip, noise=self.config.normalise_noise)
+        if self.config.normalise == "public":
+            assert self.data.public is not None  # `_model` saw to it
+            layer.learn_from_public(self.data.public.tensors[0])
+        else:
+            layer.learn(self.run, clip=self.config.normalise_clip, noise=self.config.normalise_noise)
         if self.average is not None:
             self.average.module.load_state_dict(self.run.model.state_dict())
         self._save()
@@ -433,6 +437,11 @@ def _model(config: TrainConfig, data: Data) -> nn.Module:
         raise ConfigError(
             f"Model {config.model!r} has layers that do not know their size yet (nn.Lazy…). Give them their sizes: the "
             "factory may take input_shape and classes."
+        )
+    if config.normalise == "public" and data.public is None:
+        raise ConfigError(
+            "normalise 'public' takes means and deviations from public records, and there are none: name some "
+            "(--public 0.02, say), or choose 'group' or 'private'."
         )
     model = normalised(model, config.normalise, data.input_shape)
     make_method(config.method, **config.method_options).prepare(model)
