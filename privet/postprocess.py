@@ -22,9 +22,10 @@ stands where y must.) Two answers:
 - `posterior`: E[x | y] = Σ_h p(h | y)·E[x | y, h], with the mean of a normal cut off at (l, u) for each h. No function
   of y has a smaller mean squared error under this prior.
 
-The p(h) are equal, flat, given (for one, by `public_priors`), or tracked: after each step they move towards the mean of
-p(h | y) over the entries of a parameter, which is a step of expectation maximisation on the noisy history. Flat ones
-are in proportion to the ranges, so that x is uniform within its bound as a whole. For a ν far below the noise, as the
+The p(h) are equal, flat, given, public, or tracked. Public ones are those under which a clean gradient over public
+records is most likely (`public_priors`). Tracked ones move towards the mean of p(h | y) over the entries of a parameter
+after each step, which is a step of expectation maximisation on the noisy history. Flat ones are in proportion to the
+ranges, so that x is uniform within its bound as a whole. For a ν far below the noise, as the
 paper's, the difference is large: equal ones hold half a line of sums for as likely as a sliver around 0, so that all
 but the largest y become 0; under flat ones nearly every y becomes ν or −ν, with its sign.
 """
@@ -60,11 +61,12 @@ class Denoise:
         rule: `hard` (the paper's −ν, 0 or ν) or `posterior` (the posterior mean).
         threshold: ν, in the units of p.grad; by default one deviation of the noise in it.
         bound: b, in the same units.
-        priors: `equal`, `flat`, `tracked`, or p(D), p(S), p(U), the same for all parameters or by parameter name.
+        priors: `equal`, `flat`, `tracked`, `public` (equal until `learn` was called), or p(D), p(S), p(U), the same for
+            all parameters or by parameter name.
         rate: how far tracked priors move in each step.
 
-    Formal guarantee: what it does is a function of releases alone, so it costs nothing. Tracked priors belong into a
-    checkpoint: `run.save(path, denoise=denoise)`.
+    Formal guarantee: what it does is a function of releases and public records alone, so it costs nothing. Priors that
+    it tracked or learned belong into a checkpoint: `run.save(path, denoise=denoise)`.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Denoise:
         *,
         threshold: float | None = None,
         bound: float = 1.0,
-        priors: Literal["equal", "flat", "tracked"] | Sequence[float] | Mapping[str, Sequence[float]] = "equal",
+        priors: Literal["equal", "flat", "public", "tracked"]
+        | Sequence[float]
+        | Mapping[str, Sequence[float]] = "equal",
         rate: float = 0.1,
     ) -> None:
         if rule not in ("hard", "posterior"):
@@ -91,24 +95,34 @@ class Denoise:
         self._flat = priors == "flat"
         self._of_all = EQUAL
         self._by_name: dict[str, Priors] = {}
+        self._public: dict[str, Tensor] = {}
+        """What is still to be learned from: which threshold it is counted by, the next release says."""
         if isinstance(priors, Mapping):
             self._by_name = {name: _checked(given) for name, given in priors.items()}
         elif not isinstance(priors, str):
             self._of_all = _checked(priors)
-        elif priors not in ("equal", "flat", "tracked"):
-            raise ConfigError(f"priors must be 'equal', 'flat', 'tracked' or three numbers, and are {priors!r}.")
+        elif priors not in ("equal", "flat", "public", "tracked"):
+            raise ConfigError(
+                f"priors must be 'equal', 'flat', 'public', 'tracked' or three numbers, and are {priors!r}."
+            )
 
     def priors(self, name: str) -> Priors:
         """What is held of this parameter's entries before they are seen, unless that is flat."""
         return self._by_name.get(name, self._of_all)
+
+    def learn(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes priors from a gradient over public records, as `Run.public_gradient` gives it: in each epoch, say."""
+        self._public = dict(gradients)
 
     def __call__(self, release: Release) -> None:
         for name, total in release.gradients.items():
             std = release.stds[name]
             if std == 0:
                 continue
-            three = self._hypotheses(std / release.batch).scaled(release.batch)
-            priors = three.shares if self._flat else self.priors(name)
+            of_mean = self._hypotheses(std / release.batch)
+            if (clean := self._public.pop(name, None)) is not None:
+                self._by_name |= public_priors({name: clean}, threshold=of_mean.threshold, bound=of_mean.bound)
+            three, priors = of_mean.scaled(release.batch), of_mean.shares if self._flat else self.priors(name)
             y = three.in_reach(total.double(), std)
             joint = three.joint(y, std, priors)
             total.copy_(three.hardest(joint) if self.rule == "hard" else three.mean(y, std, priors, joint))

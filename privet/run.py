@@ -33,7 +33,7 @@ from .records import length, options_for_loader, records_by_user, refuse_overlap
 from .sampling import Chunk, ChunkSampler, Sample, SamplingRule, steps
 from .state import Buffers, Parameters, layers_of, parameters_of
 from .statement import statement
-from .step import PostProcess, Rules, Step, noise_stds
+from .step import PostProcess, Rules, Step, check_losses, noise_stds, unscale
 
 log = logging.getLogger("privet")
 
@@ -409,8 +409,7 @@ class Run:
         return self._step(self._load([np.asarray(sample, dtype=np.int64)]))
 
     def _step(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Step:
-        for parameter in parameters_of(self.model).values():
-            parameter.grad = None
+        self._drop_gradients()
         epoch, place = divmod(self.steps_done, self.sampling.steps_per_epoch(self.records))
         if place == 0:
             self.session.begin_epoch(epoch)
@@ -421,6 +420,10 @@ class Run:
             self._chunks(drawn), self.session, self.source, self._rules, self._record, self._new_probe, public
         )
         return self._pending
+
+    def _drop_gradients(self) -> None:
+        for parameter in parameters_of(self.model).values():
+            parameter.grad = None
 
     def _public_batches(self) -> Iterator[tuple[Any, int]]:
         """All public records, in batches like those of the private ones; a last one of other size is left out."""
@@ -443,6 +446,50 @@ class Run:
                     yield batch
         finally:
             self.session.learned()
+
+    def public_gradient(self, losses: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+        """What p.grad would be, by parameter name, after a step without noise on a batch of public records.
+
+        They are drawn anew each time, and bounded as private ones are. `losses` takes a batch and gives one loss per
+        record. It reads nothing private, so it costs nothing; `Denoise(priors="public")` learns from it. What lies in
+        p.grad is dropped, as when a step begins.
+        """
+        size = self.sampling.batch
+        if self.public is None or length(self.public) < size or self._users is not None:
+            there = 0 if self.public is None else length(self.public)
+            raise ConfigError(
+                f"A public gradient takes {size} public records, as many as a batch has, and there are {there}: name "
+                "more of them (public=…, --public), or take a smaller batch. A run over users has none."
+            )
+        if self.in_step:
+            raise Refused("A public gradient cannot be computed inside of a step: move it out of `for batch in step:`.")
+        self._drop_gradients()
+        if self.session.wants_public():
+            with self.session.learning():
+                for batch, _ in self._public_batches():
+                    self.session.learn(losses(batch))
+            self.session.learned()
+        sampler = ChunkSampler(
+            [self.source.subset(length(self.public), size)],
+            self._physical or _UNMEASURED,
+            cut=lambda sample: self.session.cut(sample, self.source),
+        )
+        self.session.begin()
+        for chunks in steps(iter(DataLoader(self.public, batch_sampler=sampler, **self._options)), sampler):
+            for batch, chunk in chunks:
+                with self.session.listening():
+                    given = losses(batch)
+                    check_losses(given, chunk.size)
+                    self.session.add(given)
+                if chunk.last_of_unit:
+                    self.session.end_unit()
+        found: dict[str, Tensor] = {}
+        for query in self.session.finish():
+            if query.group is not None:
+                total = query.total / size
+                unscale(query, total)
+                found |= query.group.split(total)
+        return found
 
     def _chunks(self, drawn: Iterator[Iterator[tuple[Any, Chunk]]]) -> Iterator[tuple[Any, Chunk]]:
         """The chunks of the next sample, with a note of what the model was before it."""

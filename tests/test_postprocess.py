@@ -254,7 +254,7 @@ def test_without_noise_nothing_is_changed() -> None:
     "options",
     [
         {"rule": "soft"}, {"bound": 0}, {"bound": math.inf}, {"threshold": 0}, {"threshold": 1.0}, {"threshold": -1},
-        {"rate": 0}, {"rate": 1.5}, {"priors": "public"}, {"priors": (0.5, 0.5)}, {"priors": (0.5, 0.6, -0.1)},
+        {"rate": 0}, {"rate": 1.5}, {"priors": "even"}, {"priors": (0.5, 0.5)}, {"priors": (0.5, 0.6, -0.1)},
         {"priors": (0.5, 0.5, 0.5)}, {"priors": {"w": (1.0, 1.0, 0.0)}}, {"priors": (math.nan, 0.5, 0.5)},
     ],
 )  # fmt: skip
@@ -273,6 +273,41 @@ def test_public_gradients_that_tell_nothing_are_refused(gradient: list[float], o
 
 
 # In a training
+
+
+def test_public_priors_are_learned_by_the_threshold_that_is_in_force() -> None:
+    clean = torch.tensor([0.5, 0.05, -0.05, 0.0])
+    for options, expected in (({"threshold": 0.1}, (0, 0.75, 0.25)), ({}, (0.25, 0.25, 0.5))):  # noise of 0.01
+        rule = Denoise("hard", priors="public", **options)  # type: ignore[arg-type]
+        assert rule.priors("w") == EQUAL
+        rule.learn({"w": clean})
+        denoised(rule, [0.0], 0.01)
+        assert rule.priors("w") == pytest.approx(expected, abs=1e-9)
+        assert rule.state_dict()["priors"] == {"w": list(rule.priors("w"))}
+
+
+def test_a_training_learns_priors_from_public_records_in_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {
+        "model_options": {"hidden": [8]}, "batch": 128, "noise": 1.0, "epochs": 2, "denoise": "posterior",
+        "denoise_priors": "public", "threads": 1, "report": False,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="--public"):
+        train(TrainConfig(**options, out=str(tmp_path / "none"), ledger=str(tmp_path / "none.ledger")))
+    assert not (tmp_path / "none").exists()
+    learned, learn = [], Denoise.learn
+
+    def learning(self: Denoise, gradients: Any) -> None:
+        learned.append((self, sorted(gradients)))
+        learn(self, gradients)
+
+    monkeypatch.setattr(Denoise, "learn", learning)
+    config = TrainConfig(**options, public=0.2, out=str(tmp_path / "run"), ledger=str(tmp_path / "a.ledger"))
+    result = train(config)
+    (denoise, names), _ = learned
+    assert result.ended == "finished" and len(names) == 4
+    assert all(denoise.priors(name) != EQUAL for name in names)
 
 
 def test_a_training_denoises_and_its_checkpoint_holds_the_priors(tmp_path: Path) -> None:

@@ -297,16 +297,16 @@ class _Training:
 
     def _epoch(self) -> bool:
         """The steps to the end of the epoch; false if asked to stop before."""
-        model, amp = self.run.model, self.config.precision == "bf16"
+        model = self.run.model
         model.train()
+        if self.config.denoise_priors == "public":
+            self.stateful["denoise"].learn(self.run.public_gradient(self._losses))
         for step in self.run.loader:
             self.criterion.epoch = self.run.steps_done // len(self.run.loader)
-            for x, y in step:
+            for batch in step:
                 if self.stop():
                     return False  # within a step: nothing of it was released, nor paid for
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
-                    scores = model(self._laid_out(x))
-                step.backward(self.criterion(scores, y))
+                step.backward(self._losses(batch))
             self.optimizer.step()
             self.scheduler.step()
             if self.average is not None:
@@ -320,6 +320,13 @@ class _Training:
             if self.stop() and not self.run.finished:
                 return False
         return True
+
+    def _losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.config.precision == "bf16"):
+            scores = self.run.model(self._laid_out(x))
+        losses: Tensor = self.criterion(scores, y)
+        return losses
 
     def _progress(self) -> Progress:
         length = len(self.run.loader)

@@ -11,11 +11,14 @@ from small import budget, data, entropy, net, seeded, train
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from privet import (
+    Backprop,
     Batch,
     Budget,
     ConfigError,
     PerExample,
     Poisson,
+    Refused,
+    Ternary,
 )
 from privet.methods.layerwise import Layerwise
 
@@ -39,6 +42,67 @@ def test_public_records_that_are_private_ones_are_refused() -> None:
     for private, public in overlapping:
         with pytest.raises(ConfigError, match="The public records overlap with the private ones"):
             seeded(net(), private, public=public, sampling=Poisson(batch=1))
+
+
+class Untouched(TensorDataset):
+    """Private records that no one may look at."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("a private record was read")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        PerExample(clip=0.5),
+        Layerwise(clip=0.5, thresholds="alc"),
+        Layerwise(clip=0.5, thresholds="zhang"),
+        Ternary(tau=0.01),
+        Ternary(tau=0.01, record_groups=16),
+        Batch(clip=0.5, record_groups=1),
+        Backprop(norm="patch"),
+    ],
+    ids=str,
+)
+def test_a_public_gradient_is_that_of_a_step_without_noise_and_reads_nothing_private(method: Any) -> None:
+    public, model = data(16), net()
+    with seeded(
+        model, Untouched(*data(64).tensors), method=method, public=public, sampling=Poisson(batch=16), check=False
+    ) as run:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)  # what an earlier step has left
+        found = run.public_gradient(lambda batch: entropy(model, *batch))
+        assert run.steps_done == 0 and not list(run.ledger.spent()) and model[0].weight.grad is None
+        again = run.public_gradient(lambda batch: entropy(model, *batch))  # sums begin at zero
+    one_group_each = getattr(method, "record_groups", 1) == 1
+    if one_group_each:
+        for name, gradient in found.items():
+            torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-6)
+        twin = net()
+        learned_from = data(16) if method.name == "layerwise" else None
+        with seeded(twin, public, method=method, public=learned_from, sampling=Poisson(batch=16)) as private:
+            step = private.step_on(range(16))
+            for x, y in step:
+                step.backward(entropy(twin, x, y))
+        for name, parameter in twin.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert set(found) == {name for name, _ in net().named_parameters()} and all(g.any() for g in found.values())
+
+
+def test_a_public_gradient_that_cannot_be_is_refused_in_a_sentence() -> None:
+    model = net()
+    for public in (None, data(7)):
+        with (
+            seeded(model, public=public, sampling=Poisson(batch=8)) as run,
+            pytest.raises(ConfigError, match="takes 8"),
+        ):
+            run.public_gradient(lambda batch: entropy(model, *batch))
+    with seeded(model, public=data(8), sampling=Poisson(batch=8)) as run:
+        for x, y in run.step_on(range(4)):
+            with pytest.raises(Refused, match="inside of a step"):
+                run.public_gradient(lambda batch: entropy(model, *batch))
+            run._pending.backward(entropy(model, x, y))
 
 
 def test_public_records_beside_the_private_ones_are_fine() -> None:
