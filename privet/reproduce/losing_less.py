@@ -162,8 +162,7 @@ STUDY = Study(
     rows=[
         *(_row(where, loss) for where in _SETTINGS for loss in _LOSSES),
         *map(_early, ("ce", "sse+focal", "losing-less")),
-        _weaker("mnist"),
-        _weaker("fashion"),
+        *map(_weaker, ("mnist", "fashion", "cifar10")),
         *(row for where in ("cifar10", "mnist-scattering", "fashion-scattering") for row in _readings(where)),
         *(_linear(where) for where in _LINEAR),
     ],
