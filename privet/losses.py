@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from . import native
 from .errors import ConfigError, Refused
 from .hooks import only_looks
 from .options import option
@@ -107,6 +108,10 @@ class _Curriculum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> Tensor:
         ctx.alpha, ctx.gamma = alpha, gamma
+        if native.serves(scores) and targets.is_cpu:
+            losses, slopes = native.curriculum(scores, targets, alpha, gamma)
+            ctx.save_for_backward(scores, targets, slopes)
+            return losses
         at = targets.long().unsqueeze(1)
         y = _one_hot(scores, targets)
         log_q, errors = F.log_softmax(scores, 1), scores - y
@@ -422,6 +427,8 @@ class _Measured(torch.autograd.Function):
 
     @staticmethod
     def sizes(h: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
+        if squared and native.serves(h) and native.in_rows(h) and not in_transform():
+            return h.view_as(h), native.mean_squares(h)
         norms = _lengths(h)
         return h.view_as(h), (norms.square() if squared else norms) / math.prod(h.shape[1:])
 
@@ -430,6 +437,15 @@ class _Measured(torch.autograd.Function):
         if of_size is None:
             return passing, None
         (h,) = ctx.saved_tensors
+        if (
+            ctx.squared
+            and passing is not None
+            and native.serves(h, passing, of_size)
+            and native.in_rows(h)
+            and h.stride() == passing.stride()
+            and not torch.is_grad_enabled()
+        ):
+            return native.add_multiples(passing, h, of_size, 2 / math.prod(h.shape[1:])), None
         steepness = 2.0 if ctx.squared else _lengths(h).reciprocal().nan_to_num(posinf=0)
         scales = (of_size * steepness / math.prod(h.shape[1:])).view(-1, *[1] * (h.dim() - 1))
         if passing is None:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from privet import Backprop, PerExample, Refused, Ternary, native
 from privet.gradients import Recorder, conv
 from privet.gradients.bounded import BOUNDS
+from privet.losses import curriculum
+from privet.losses import loss as make_loss
 from privet.methods import Method, Setting
 from privet.methods.ternary import _SignsInFull
 from privet.nn.input_clip import NORMS, InputClip, Norm, Window
@@ -497,6 +499,97 @@ def test_weighted_rows_need_as_many_weights_and_places(out: Tensor) -> None:
         native.weight_rows(rand(3, 2), rand(3), out)
     with pytest.raises(ValueError, match="do not go with"):
         native.weight_rows(rand(3, 2), rand(2), torch.empty(3, 2))
+
+
+# The losing-less loss
+
+
+@built
+@pytest.mark.usefixtures("two_threads")
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 20), st.sampled_from(["first", "last", "rows"]), seeds)
+@example(3, 40, 9, "last", 0)  # longer than a run in float32
+def test_mean_squares_and_multiples_of_records(records: int, channels: int, width: int, order: str, seed: int) -> None:
+    x, y = (rand(records, channels, width, 3, seed=seed + i) for i in range(2))
+    if order == "last":
+        x, y = (t.to(memory_format=torch.channels_last) for t in (x, y))
+    if order == "rows":
+        x, y = x.flatten(1), y.flatten(1)
+    assert native.in_rows(x)
+    expected = x.double().flatten(1).square().mean(1)
+    torch.testing.assert_close(native.mean_squares(x).double(), expected, rtol=1e-6, atol=0)
+    for factors in (rand(records, seed=seed + 2), rand(2 * records)[::2], rand(1).expand(records)):
+        out, shaped = native.add_multiples(x, y, factors, 0.7), factors.view(-1, *[1] * (x.dim() - 1))
+        assert out.stride() == x.stride()
+        torch.testing.assert_close(out, x + 0.7 * shaped * y, rtol=1e-5, atol=1e-5)
+
+
+@built
+def test_rows_of_records_have_no_gaps() -> None:
+    assert not native.in_rows(rand(4, 6)[:, :3]) and not native.in_rows(rand(4)) and not native.in_rows(rand(0, 3))
+    with pytest.raises(ValueError, match="do not go with"):
+        native.add_multiples(rand(2, 3, 4, 4), rand(2, 3, 4, 4).to(memory_format=torch.channels_last), rand(2), 1.0)
+    with pytest.raises(ValueError, match="do not go with"):
+        native.add_multiples(rand(2, 3), rand(2, 3), rand(3), 1.0)
+
+
+@built
+@pytest.mark.usefixtures("two_threads")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 40), st.integers(1, 12), st.floats(0, 1), st.sampled_from([0.0, 0.3, 1.0, 2.0, 5.0]),
+    st.sampled_from([0.1, 3.0, 200.0]), seeds,
+)  # fmt: skip
+@example(3000, 10, 0.5, 5.0, 3.0, 0)  # enough for two threads
+def test_the_curriculum_and_its_slopes(
+    records: int, classes: int, alpha: float, gamma: float, size: float, seed: int
+) -> None:
+    scores = (size * rand(classes, records, seed=seed).T).requires_grad_()
+    targets = torch.randint(classes, (records,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    losses, slopes = native.curriculum(scores.detach(), targets, alpha, gamma)
+    exact = scores.detach().double().requires_grad_()
+    expected = curriculum(exact, targets.long(), alpha, gamma)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-6)
+    expected.sum().backward()
+    assert exact.grad is not None
+    torch.testing.assert_close(slopes.double(), exact.grad, rtol=1e-4, atol=1e-5 * size)
+
+
+@built
+def test_a_score_that_is_not_finite_spoils_its_own_record_only() -> None:
+    scores = rand(4, 5)
+    scores[1, 3], scores[2, 0] = math.nan, math.inf
+    losses, slopes = native.curriculum(scores, torch.tensor([0, 3, 1, 2]), 0.5, 2.0)
+    assert torch.isfinite(losses).tolist() == [True, False, False, True]
+    assert torch.isfinite(slopes).all(1).tolist() == [True, False, False, True]
+
+
+@built
+@pytest.mark.parametrize("target", [-1, 3, 2**40])
+def test_a_target_that_is_no_class_is_refused(target: int) -> None:
+    with pytest.raises(IndexError, match="0 to 2"):
+        native.curriculum(rand(2, 3), torch.tensor([0, target]), 0.5, 2.0)
+    with pytest.raises(ValueError, match="do not go with"):
+        native.curriculum(rand(2, 3), torch.tensor([0]), 0.5, 2.0)
+
+
+@built
+def test_the_loss_is_the_same_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, and the gradients of a network that they penalise."""
+    x, y = rand(6, 2, 8, 8).to(memory_format=torch.channels_last), torch.arange(6) % 3
+    found = []
+    for library in (native.library, None):
+        monkeypatch.setattr(native, "library", library)
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 5), nn.Tanh(), nn.Linear(5, 3)
+        )
+        with make_loss("losing-less", model, penalty=0.3) as loss:
+            losses = loss(model(x), y)
+            losses.square().sum().backward()
+        found.append([losses, *(p.grad for p in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 # As methods use them

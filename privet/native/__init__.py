@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import PrivetError, Refused
 
-_VERSION = 9
+_VERSION = 10
 """Of what the functions take, in kernels.c as well: raised whenever that changes."""
 _WIDE = 16
 """Of kernels.c: so many channels at a time."""
@@ -33,6 +33,9 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "privet_clip_patches": (ctypes.c_int, "ppdppp"),
     "privet_clip_gradients": (ctypes.c_int, "piiiidipppp"),
     "privet_add_noise": (ctypes.c_int, "piddpp"),
+    "privet_mean_squares": (None, "piip"),
+    "privet_add_multiples": (None, "pppifiip"),
+    "privet_curriculum": (ctypes.c_int, "ppiiddpp"),
 }
 """What each function returns, and what it takes: pointers, int64, float and double."""
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
@@ -265,3 +268,40 @@ def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor
     if places != count or drawn < count + count % 2 or not (total.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"{count} sums do not go with {drawn} words and {places} places.")
     return not _c().privet_add_noise(words.data_ptr(), count, std / grid, grid, total.data_ptr(), out.data_ptr())
+
+
+def mean_squares(x: Tensor) -> Tensor:
+    """Of each record of x, whose records lie one after another (`in_rows`)."""
+    found = x.new_empty(len(x))
+    _c().privet_mean_squares(x.data_ptr(), len(x), x[0].numel(), found.data_ptr())
+    return found
+
+
+def add_multiples(x: Tensor, y: Tensor, factors: Tensor, factor: float) -> Tensor:
+    """x[n] + factor·factors[n]·y[n]; x and y are laid out alike, with records one after another (`in_rows`)."""
+    if x.shape != y.shape or x.stride() != y.stride() or factors.shape != x.shape[:1]:
+        raise ValueError(f"{tuple(factors.shape)} factors do not go with {tuple(x.shape)} and {tuple(y.shape)}.")
+    out = torch.empty_like(x)
+    _c().privet_add_multiples(
+        x.data_ptr(), y.data_ptr(), factors.data_ptr(), factors.stride(0), factor, len(x), x[0].numel(), out.data_ptr()
+    )
+    return out
+
+
+def in_rows(x: Tensor) -> bool:
+    """Whether there are numbers in x, and its records lie one after another without gaps."""
+    return x.numel() > 0 and x.dim() > 1 and (x.is_contiguous() or dense(x))
+
+
+def curriculum(scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> tuple[Tensor, Tensor]:
+    """α·Focal_γ + (1 − α)·SSE of each record, and its slopes at the scores."""
+    scores, targets = scores.contiguous(), targets.long().contiguous()
+    if scores.dim() != 2 or targets.shape != scores.shape[:1] or not scores.shape[1]:
+        raise ValueError(f"{tuple(targets.shape)} targets do not go with scores of shape {tuple(scores.shape)}.")
+    losses, slopes = scores.new_empty(len(scores)), torch.empty_like(scores)
+    outside = _c().privet_curriculum(
+        scores.data_ptr(), targets.data_ptr(), *scores.shape, alpha, gamma, losses.data_ptr(), slopes.data_ptr()
+    )
+    if outside:
+        raise IndexError(f"A target is not the number of a class, 0 to {scores.shape[1] - 1}.")
+    return losses, slopes

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const int64_t privet_version = 9; /* of what the functions take; the same number is in __init__.py */
+const int64_t privet_version = 10; /* of what the functions take; the same number is in __init__.py */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define SEVERAL_KINDS /* of processors of one architecture */
@@ -792,6 +792,64 @@ int privet_add_noise(const uint64_t *words, int64_t count, double scale, double 
         out[half - 1] = found[0];
     }
     return lost;
+}
+
+/* The losing-less loss. Mean squares of rows: out[n] = Σ x[n]² / size. */
+void privet_mean_squares(const float *x, int64_t records, int64_t size, float *out)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < records; n++) out[n] = (float)(squared_length(x + n * size, size) / (double)size);
+}
+
+FAST static void add_multiple(const float *restrict x, const float *restrict y, int64_t size, float factor,
+                              float *restrict out)
+{
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] + factor * y[i];
+}
+
+/* out[n] = x[n] + factor·factors[n·stride]·y[n], rows of `size` numbers. */
+void privet_add_multiples(const float *x, const float *y, const float *factors, int64_t stride, float factor,
+                          int64_t records, int64_t size, float *out)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < records; n++)
+        add_multiple(x + n * size, y + n * size, size, factor * factors[n * stride], out + n * size);
+}
+
+/* losses[n] = alpha·Focal_gamma + (1 - alpha)·SSE of the scores s of a record, and its slopes at them: with q the
+   probabilities, p the target's and y one-hot, alpha·c·(y - q) + (1 - alpha)·(s - y), where
+   c = gamma·p·(1 - p)^(gamma - 1)·log p - (1 - p)^gamma. 1 if a target is no class, else 0. */
+int privet_curriculum(const float *scores, const int64_t *targets, int64_t records, int64_t classes, double alpha,
+                      double gamma, float *losses, float *slopes)
+{
+    for (int64_t n = 0; n < records; n++)
+        if (targets[n] < 0 || targets[n] >= classes) return 1;
+#pragma omp parallel for schedule(static) if (records * classes > 16384)
+    for (int64_t n = 0; n < records; n++) {
+        const float *s = scores + n * classes;
+        float *slope = slopes + n * classes;
+        const int64_t target = targets[n];
+        double sum = 0, squares = 0;
+        float most = s[0];
+        for (int64_t c = 1; c < classes; c++) most = s[c] > most ? s[c] : most;
+        for (int64_t c = 0; c < classes; c++) sum += slope[c] = expf(s[c] - most);
+        const double log_p = ((double)s[target] - most) - log(sum);
+        double late = -log_p, steepness = -1;
+        if (gamma != 0) {
+            const double missed = -expm1(log_p), held = missed < FLT_MIN ? FLT_MIN : missed;
+            const double power = pow(held, gamma);
+            late = -power * log_p;
+            steepness = gamma * exp(log_p) * (power / held) * log_p - power;
+        }
+        for (int64_t c = 0; c < classes; c++) {
+            const double y = c == target, error = s[c] - y;
+            squares += error * error;
+            slope[c] = (float)(alpha * steepness * (y - slope[c] / sum) + (1 - alpha) * error);
+        }
+        losses[n] = (float)(alpha * late + (1 - alpha) / 2 * squares);
+    }
+    return 0;
 }
 
 /* The functions are found by name; there is nothing to see from Python. */
