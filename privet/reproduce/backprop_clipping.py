@@ -36,6 +36,8 @@ _METHOD = {"input_clip": _CLIP, "gradient_clip": 0.1, "norm": "patch", "allocati
 # is worth its noise from epsilon 0.1 on (tried at 0.05, 0.1, 0.2 and 3). The network without padding, bias and tanh
 # wants larger steps (tried at 0.05, 0.1, 1 and 3).
 _PRINTED_LR: Mapping[float, float] = {0.05: 3, 0.1: 10, 0.2: 10, 0.5: 10, 1.0: 15, 3.0: 40, 8.0: 40}
+_FASHION_PRINTED_LR: Mapping[float, float] = {**_PRINTED_LR, 0.5: 2, 1.0: 2, 3.0: 5, 8.0: 5}
+"""From 0.5 on at the longer clip (tried at 0.1, 1 and 3)."""
 _PUBLIC = {"input_clip": 1.0, "gradient_clip": 0.1, "clips": "public", "quantile": 0.5}
 
 # The accuracies that the authors published after correcting their code, and what their claimed epsilon truly is.
@@ -46,8 +48,9 @@ def _settings(epsilon: float, data: str, network: str, **method: Any) -> dict[st
     batch, epochs, lr, ema = _TUNED[epsilon]
     chosen = dict(_METHOD)
     if network == "as-printed":
-        lr = _PRINTED_LR[epsilon]
-    if data == "fashion" and epsilon > 0.05:
+        lr = (_FASHION_PRINTED_LR if data == "fashion" else _PRINTED_LR)[epsilon]
+        chosen["input_clip"] = _FASHION_CLIP if data == "fashion" and epsilon >= 0.5 else _CLIP
+    elif data == "fashion" and epsilon > 0.05:
         lr *= _CLIP / _FASHION_CLIP
         chosen["input_clip"] = _FASHION_CLIP
     return {
