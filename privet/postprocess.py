@@ -22,12 +22,14 @@ stands where y must.) Two answers:
 - `posterior`: E[x | y] = Σ_h p(h | y)·E[x | y, h], with the mean of a normal cut off at (l, u) for each h. No function
   of y has a smaller mean squared error under this prior.
 
-The p(h) are equal, flat, given, public, or tracked. Public ones are those under which a clean gradient over public
-records is most likely (`public_priors`). Tracked ones move towards the mean of p(h | y) over the entries of a parameter
-after each step, which is a step of expectation maximisation on the noisy history. Flat ones are in proportion to the
-ranges, so that x is uniform within its bound as a whole. For a ν far below the noise, as the
-paper's, the difference is large: equal ones hold half a line of sums for as likely as a sliver around 0, so that all
-but the largest y become 0; under flat ones nearly every y becomes ν or −ν, with its sign.
+The p(h) are equal, given, or
+
+- `flat`: in proportion to the ranges, so that x is uniform within its bound as a whole. For a ν far below the noise,
+  as the paper's is, that differs much from equal ones. Those hold all sums above ν for no more likely than a sliver
+  around 0, so that all but the largest y become 0; under flat ones nearly every y becomes ν or −ν, by its sign.
+- `public`: those under which a clean gradient over public records is most likely (`public_priors`).
+- `tracked`: they move towards the mean of p(h | y) over the entries of a parameter after each step, which is a step of
+  expectation maximisation on the noisy history.
 """
 
 from __future__ import annotations

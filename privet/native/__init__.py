@@ -270,6 +270,11 @@ def add_noise(words: Tensor, total: Tensor, std: float, grid: float, out: Tensor
     return not _c().privet_add_noise(words.data_ptr(), count, std / grid, grid, total.data_ptr(), out.data_ptr())
 
 
+def in_rows(x: Tensor) -> bool:
+    """Whether there are numbers in x, and its records lie one after another without gaps."""
+    return x.numel() > 0 and x.dim() > 1 and (x.is_contiguous() or dense(x))
+
+
 def mean_squares(x: Tensor) -> Tensor:
     """Of each record of x, whose records lie one after another (`in_rows`)."""
     found = x.new_empty(len(x))
@@ -286,11 +291,6 @@ def add_multiples(x: Tensor, y: Tensor, factors: Tensor, factor: float) -> Tenso
         x.data_ptr(), y.data_ptr(), factors.data_ptr(), factors.stride(0), factor, len(x), x[0].numel(), out.data_ptr()
     )
     return out
-
-
-def in_rows(x: Tensor) -> bool:
-    """Whether there are numbers in x, and its records lie one after another without gaps."""
-    return x.numel() > 0 and x.dim() > 1 and (x.is_contiguous() or dense(x))
 
 
 def curriculum(scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> tuple[Tensor, Tensor]:
