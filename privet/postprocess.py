@@ -38,7 +38,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from .step import Release
 
 Priors = tuple[float, float, float]
 """p(D), p(S) and p(U)."""
+Named = Literal["equal", "flat", "public", "tracked"]
 
 EQUAL: Priors = (1 / 3, 1 / 3, 1 / 3)
 _ROUNDS = 200
@@ -64,7 +65,8 @@ class Denoise:
         threshold: ν, in the units of p.grad; by default one deviation of the noise in it.
         bound: b, in the same units.
         priors: `equal`, `flat`, `tracked`, `public` (equal until `learn` was called), or p(D), p(S), p(U), the same for
-            all parameters or by parameter name.
+            all parameters or by parameter name. By default `flat` for `hard`, which learns nothing with equal ones
+            unless the bound is about as small as the noise, and `equal` for `posterior`, which flat ones leave idle.
         rate: how far tracked priors move in each step.
 
     Formal guarantee: what it does is a function of releases and public records alone, so it costs nothing. Priors that
@@ -77,9 +79,7 @@ class Denoise:
         *,
         threshold: float | None = None,
         bound: float = 1.0,
-        priors: Literal["equal", "flat", "public", "tracked"]
-        | Sequence[float]
-        | Mapping[str, Sequence[float]] = "equal",
+        priors: Named | Sequence[float] | Mapping[str, Sequence[float]] | None = None,
         rate: float = 0.1,
     ) -> None:
         if rule not in ("hard", "posterior"):
@@ -92,6 +92,8 @@ class Denoise:
             )
         if not 0 < rate <= 1:
             raise ConfigError(f"The rate of tracked priors must be above 0 and at most 1, and is {rate!r}.")
+        if priors is None:
+            priors = "flat" if rule == "hard" else "equal"
         self.rule, self.threshold, self.bound, self.rate = rule, threshold, bound, rate
         self.tracked = priors == "tracked"
         self._flat = priors == "flat"
@@ -103,9 +105,9 @@ class Denoise:
             self._by_name = {name: _checked(given) for name, given in priors.items()}
         elif not isinstance(priors, str):
             self._of_all = _checked(priors)
-        elif priors not in ("equal", "flat", "public", "tracked"):
+        elif priors not in get_args(Named):
             raise ConfigError(
-                f"priors must be 'equal', 'flat', 'public', 'tracked' or three numbers, and are {priors!r}."
+                f"priors must be one of {', '.join(get_args(Named))} or three numbers, and are {priors!r}."
             )
 
     def priors(self, name: str) -> Priors:

@@ -86,6 +86,17 @@ def test_flat_priors_make_the_value_uniform_within_its_bound(std: float, nu: flo
     np.testing.assert_allclose(flat, mean, atol=1e-4 * b)
 
 
+def test_without_a_word_on_priors_a_rule_learns() -> None:
+    """A gradient of the size of its noise must not become 0 everywhere."""
+    for rule, flat in (("hard", True), ("posterior", False)):
+        y = [0.002, -0.002]
+        found = denoised(Denoise(rule), y, 0.001)  # type: ignore[arg-type]
+        assert found[0] > 0 > found[1]
+        given = Denoise(rule, priors="flat" if flat else "equal")  # type: ignore[arg-type]
+        assert found.tolist() == denoised(given, y, 0.001).tolist()
+    assert not denoised(Denoise("hard", priors="equal"), y, 0.001).any()
+
+
 def test_far_below_the_noise_equal_priors_keep_little_and_flat_ones_the_sign() -> None:
     """The paper's ν = 0.01 of a sum of 256 records with noise of deviation 1 is ν/256 of the mean."""
     y, batch = np.array([-6.0, -1.0, -0.1, 0.1, 1.0, 6.0]) / 256, 256
@@ -197,7 +208,7 @@ def test_units_are_those_of_the_mean_gradient(rule: Any) -> None:
         np.testing.assert_allclose(first, second, rtol=1e-9, atol=1e-12)
     by_noise = denoised(Denoise("hard"), [0.9, -0.9], 0.2)
     assert by_noise.tolist() == pytest.approx([0.2, -0.2])  # one deviation of the noise
-    assert denoised(Denoise("hard"), [50.0], 10.0).tolist() == [0.5]  # and half of the bound at most
+    assert denoised(Denoise("hard", priors="equal"), [50.0], 10.0).tolist() == [0.5]  # and half of the bound at most
 
 
 class Reads:

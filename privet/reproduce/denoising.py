@@ -65,6 +65,7 @@ _TERNARY: tuple[str, Mapping[str, Any]] = ("ternary", {"clip": 1.0, "tau": 0.001
 _POSTERIOR: Mapping[str, Any] = {"denoise": "posterior", "denoise_bound": 0.02, "denoise_priors": "tracked"}
 _HARD: Mapping[str, Any] = {
     "lr": 0.4 * 256, "denoise": "hard", "denoise_threshold": 0.01 / 256, "denoise_bound": 0.5 / 256,
+    "denoise_priors": "equal",
 }  # fmt: skip
 """The paper's rule and ν with equal priors: sums within half a deviation of the noise become 0."""
 

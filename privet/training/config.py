@@ -159,11 +159,12 @@ class TrainConfig:
         "no entry of the clean gradient is larger than this: C, or the smaller of 1 and C if ternary",
         needs=("denoise", "hard", "posterior"),
     )
-    denoise_priors: Literal["equal", "flat", "public", "tracked"] = _option(
-        "equal",
+    denoise_priors: Literal["equal", "flat", "public", "tracked"] | None = _option(
+        None,
         _MODEL,
         "how likely -v, 0 and v are beforehand: all the same, as wide as their ranges are, as a gradient over public "
         "records says, or as the noisy ones so far do",
+        otherwise="flat for hard, equal for posterior",
         needs=("denoise", "hard", "posterior"),
     )
     seed: int = _option(0, _MODEL, "of the initial weights, never of the noise")
