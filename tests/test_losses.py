@@ -242,13 +242,26 @@ def test_the_penalty_is_the_mean_square_of_hidden_pre_activations(layers: Any, h
         torch.testing.assert_close(watched.sizes(5), expected)
     without = losses.SSEFocal(gamma=2)(model(x), y)
     with LosingLess(model, gamma=2, penalty=0.25, penalty_layers=layers) as criterion:
-        torch.testing.assert_close(criterion(model(x), y), without + 0.25 * expected)
+        torch.testing.assert_close(criterion(model(x), y), without + 0.125 * expected)  # α is ½
+
+
+@pytest.mark.parametrize("fades", [True, False])
+def test_the_penalty_fades_as_sse_does_unless_told_to_stay(fades: bool) -> None:
+    model, (x, y) = network(), images(5)
+    by_hand = penalty_by_hand(model, x, ["0", "4"])
+    without = losses.SSEFocal(gamma=2, threshold_epoch=3)
+    options = {} if fades else {"penalty_fades": False}
+    with LosingLess(model, gamma=2, threshold_epoch=3, penalty=0.25, **options) as criterion:
+        for epoch, left in [(0.0, 1 / (1 + math.exp(-3))), (3.0, 0.5), (5.0, 1 / (1 + math.exp(2))), (1e9, 0.0)]:
+            criterion.epoch = without.epoch = epoch
+            expected = without(model(x), y) + 0.25 * (left if fades else 1) * by_hand
+            torch.testing.assert_close(criterion(model(x), y), expected)
 
 
 def test_the_penalty_without_squares_is_finite_where_nothing_is_active() -> None:
     model, (x, y) = network(), images(5)
     with LosingLess(model, gamma=2, penalty=0.25, squared_norms=False) as criterion:
-        expected = losses.SSEFocal(gamma=2)(model(x), y) + 0.25 * penalty_by_hand(model, x, ["0", "4"], power=1)
+        expected = losses.SSEFocal(gamma=2)(model(x), y) + 0.125 * penalty_by_hand(model, x, ["0", "4"], power=1)
         torch.testing.assert_close(criterion(model(x), y), expected)
         with torch.no_grad():
             model[0].weight.zero_()
@@ -423,7 +436,7 @@ def test_backpropagation_clipping_meets_the_penalty() -> None:
                 return g * (c2 / g.norm()).clamp(max=1)
 
             h.register_hook(clip)
-        (losses.SSEFocal(gamma=2)(h, y[i : i + 1]) + penalty * squares).sum().backward()
+        (losses.SSEFocal(gamma=2)(h, y[i : i + 1]) + penalty / 2 * squares).sum().backward()
         for name, p in plain.named_parameters():
             assert p.grad is not None
             expected[name] += p.grad.double()
