@@ -272,7 +272,7 @@ class SSEFocal(SSECrossEntropy):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LosingLess(SSEFocal):
-    """The losing-less loss (ICLR 2022 submission): L = α·Focal_γ + (1 − α)·(SSE + λ·Reg), with α = sigmoid(epoch − e_t).
+    """The losing-less loss (ICLR 2022 submission): L = α·Focal_γ + (1 − α)·(SSE + λ·Reg), α = sigmoid(epoch − e_t).
 
     Reg = Σ_m ‖h_m‖² / d_m over the hidden pre-activations h_m, each of d_m numbers for one record. SSE learns fast at
     first while Reg keeps weights, and so gradients, from growing; the focal loss turns to the hard records later.

@@ -2,8 +2,8 @@
 
 One training of a row gives the whole curve: the noise is that of the table, and accuracies are read where the exact
 accountant says that so much was spent. `theirs` are the accuracies that the paper names in its text, each the best of
-five runs at epsilon below 3. λ = 1/(2β), fading (see `privet.losses`); for SSE+CE and SSE+focal, whose settings the paper searched
-for and does not print, e_t and γ of the full loss are used.
+five runs at epsilon below 3. λ = 1/(2β), fading (see `privet.losses`); for SSE+CE and SSE+focal, whose settings the
+paper searched for and does not print, e_t and γ of the full loss are used.
 """
 
 from __future__ import annotations
