@@ -99,19 +99,28 @@ def curriculum(scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> T
 
 
 class _Curriculum(torch.autograd.Function):
-    """`curriculum` with its slope, which autograd would put together from some twenty small operations.
+    """`curriculum` plus weight·Σ `sizes`, with its slope, which autograd would put together from many small operations.
 
     With q the probabilities and p that of the target, the focal loss has the slope c·(y − q) at the scores, with
     c = p·∂/∂p(−(1 − p)^γ·log p) = γ·p·(1 − p)^(γ−1)·log p − (1 − p)^γ; SSE has h − y.
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> Tensor:
-        ctx.alpha, ctx.gamma = alpha, gamma
+    def forward(
+        ctx: Any, scores: Tensor, targets: Tensor, alpha: float, gamma: float, weight: float, *sizes: Tensor
+    ) -> Tensor:
+        ctx.alpha, ctx.gamma, ctx.weight, ctx.sizes = alpha, gamma, weight, len(sizes)
         if native.serves(scores) and targets.is_cpu:
             losses, slopes = native.curriculum(scores, targets, alpha, gamma)
-            ctx.save_for_backward(scores, targets, slopes)
-            return losses
+        else:
+            losses, slopes = _Curriculum.with_slopes(scores, targets, alpha, gamma)
+        ctx.save_for_backward(scores, targets, slopes)
+        for size in sizes:
+            losses.add_(size, alpha=weight)
+        return losses
+
+    @staticmethod
+    def with_slopes(scores: Tensor, targets: Tensor, alpha: float, gamma: float) -> tuple[Tensor, Tensor]:
         at = targets.long().unsqueeze(1)
         y = _one_hot(scores, targets)
         log_q, errors = F.log_softmax(scores, 1), scores - y
@@ -124,17 +133,17 @@ class _Curriculum(torch.autograd.Function):
             late = -power * log_p
             steepness = (missed.pow(gamma - 1).mul_(log_p).mul_(log_p.exp()).mul_(gamma) - power).mul_(alpha)
         slopes = log_q.exp_().neg_().add_(y).mul_(steepness.unsqueeze(1)).add_(errors, alpha=1 - alpha)
-        ctx.save_for_backward(scores, targets, slopes)
-        return late.mul_(alpha).add_(errors.square_().sum(1), alpha=(1 - alpha) / 2)
+        return late.mul_(alpha).add_(errors.square_().sum(1), alpha=(1 - alpha) / 2), slopes
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         scores, targets, slopes = ctx.saved_tensors
         if torch.is_grad_enabled():  # someone wants the slope of the slope
             value = curriculum(scores, targets, ctx.alpha, ctx.gamma)
             (gradient,) = torch.autograd.grad(value, scores, upstream, create_graph=True)
-            return gradient, None, None, None
-        return upstream.unsqueeze(1) * slopes, None, None, None
+        else:
+            gradient = upstream.unsqueeze(1) * slopes
+        return gradient, None, None, None, None, *[ctx.weight * upstream] * ctx.sizes
 
 
 def _missed(log_p: Tensor) -> Tensor:
@@ -248,9 +257,14 @@ class SSECrossEntropy(Loss):
         return 0.0
 
     def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or in_transform():
-            return curriculum(scores, targets, self.alpha, self.late_gamma)
-        return _Curriculum.apply(scores, targets, self.alpha, self.late_gamma)  # type: ignore[no-untyped-call, no-any-return]
+        return self.with_penalty(scores, targets, 0.0, [])
+
+    def with_penalty(self, scores: Tensor, targets: Tensor, weight: float, sizes: Sequence[Tensor]) -> Tensor:
+        """The loss, and weight·Σ sizes."""
+        if torch.is_grad_enabled() and not in_transform():
+            return _Curriculum.apply(scores, targets, self.alpha, self.late_gamma, weight, *sizes)  # type: ignore[no-untyped-call, no-any-return]
+        losses = curriculum(scores, targets, self.alpha, self.late_gamma)
+        return losses + weight * torch.stack(list(sizes)).sum(0) if sizes else losses
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -317,14 +331,14 @@ class LosingLess(SSEFocal):
 
     def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
         weight = self.penalty * (1 - self.alpha if self.penalty_fades else 1)
-        return super().per_record(scores, targets) + weight * self.pre_activations.sizes(len(scores))
+        return self.with_penalty(scores, targets, weight, self.pre_activations.sizes(len(scores)))
 
     def close(self) -> None:
         self.pre_activations.close()
 
 
 class PreActivations:
-    """Watches layers of a model and knows Σ_m ‖h_m‖² / d_m (or Σ_m ‖h_m‖ / d_m) of its last pass, for each record.
+    """Watches layers of a model and knows the ‖h_m‖² / d_m (or ‖h_m‖ / d_m) of its last pass, for each record.
 
     Without `layers`, every Linear and Conv is watched, and the one that runs last counts as the output, not as hidden.
     With patterns of layer names (a list, or a text with commas), all layers that match one count, of whatever type.
@@ -344,8 +358,8 @@ class PreActivations:
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin(model), prepend=True)]
         self._handles += [layer.register_forward_hook(self._look(name, layer)) for name, layer in self._watched.items()]
 
-    def sizes(self, records: int) -> Tensor:
-        """The sum over the layers of the forward pass just before, which is forgotten then; 0 if none is hidden."""
+    def sizes(self, records: int) -> list[Tensor]:
+        """A vector for each use of a hidden layer in the forward pass just before, which is forgotten then."""
         seen, self._seen = self._seen, None
         if not seen:
             raise Refused(
@@ -357,8 +371,7 @@ class PreActivations:
                 f"A layer with a penalty worked on {wrong[0]} records while there are {records} scores: the first axis "
                 "must be the records in each of them. Name other layers in penalty_layers."
             )
-        hidden = seen if self._all_hidden else seen[:-1]
-        return torch.stack(hidden).sum(0) if hidden else torch.zeros_like(seen[0])
+        return seen if self._all_hidden else seen[:-1]
 
     def close(self) -> None:
         """Removes the hooks."""

@@ -168,7 +168,7 @@ def test_the_curriculum_and_its_slopes_are_those_of_its_parts(alpha: float, gamm
         found = of(at, targets, alpha, gamma)
         return found.detach(), torch.autograd.grad(found, at, upstream)[0]
 
-    found, slopes = value_and_slopes(losses._Curriculum.apply)
+    found, slopes = value_and_slopes(lambda *given: losses._Curriculum.apply(*given, 0.0))
     expected, steepness = value_and_slopes(losses.curriculum)
     assert found.isfinite().all() and slopes.isfinite().all()
     precision = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
@@ -181,6 +181,10 @@ def test_slopes_of_slopes(name: str) -> None:
     scores = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     criterion, targets = made(name, nn.Linear(1, 1)), torch.tensor([0, 2, 1, 1])
     assert torch.autograd.gradgradcheck(lambda at: criterion(at, targets), (scores,))
+    sizes = torch.rand(2, 4, dtype=torch.float64).requires_grad_()
+    with_sizes = (lambda at, first, second: criterion.with_penalty(at, targets, 0.7, [first, second]), (scores, *sizes))
+    torch.testing.assert_close(with_sizes[0](*with_sizes[1]), criterion(scores, targets) + 0.7 * sizes.sum(0))
+    assert torch.autograd.gradcheck(*with_sizes) and torch.autograd.gradgradcheck(*with_sizes)
 
 
 @pytest.mark.parametrize("name", ["sse+ce", "sse+focal"])
@@ -239,7 +243,7 @@ def test_the_penalty_is_the_mean_square_of_hidden_pre_activations(layers: Any, h
     expected = penalty_by_hand(model, x, hidden)
     with PreActivations(model, layers) as watched:
         model(x)
-        torch.testing.assert_close(watched.sizes(5), expected)
+        torch.testing.assert_close(sum(watched.sizes(5)), expected)
     without = losses.SSEFocal(gamma=2)(model(x), y)
     with LosingLess(model, gamma=2, penalty=0.25, penalty_layers=layers) as criterion:
         torch.testing.assert_close(criterion(model(x), y), without + 0.125 * expected)  # α is ½
@@ -290,7 +294,7 @@ def test_the_gradient_of_the_penalty_joins_that_of_what_follows(
     expected = torch.autograd.grad(by_hand(x), list(model.parameters()))
     with PreActivations(model, squared=squared) as watched:
         scores = model(x)
-        found = torch.autograd.grad(scores.double().sum() + 20 * watched.sizes(7).sum(), list(model.parameters()))
+        found = torch.autograd.grad(scores.double().sum() + 20 * sum(watched.sizes(7)).sum(), list(model.parameters()))
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-9
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).double().norm()) <= tolerance * float(other.double().norm())
@@ -324,7 +328,7 @@ def test_the_output_is_the_layer_that_runs_last() -> None:
     second = model.body(torch.tanh(first))
     with PreActivations(model) as watched:
         model(x)
-        torch.testing.assert_close(watched.sizes(3), first.square().mean(1) + second.square().mean(1))
+        torch.testing.assert_close(sum(watched.sizes(3)), first.square().mean(1) + second.square().mean(1))
 
 
 class Inside(nn.Module):
@@ -515,7 +519,8 @@ def test_a_forward_pass_has_one_loss() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = criterion(model(x), y)
         model(x)
-        assert criterion.pre_activations.sizes(3).dtype == torch.float32  # squares are not rounded to 8 bits
+        sizes = criterion.pre_activations.sizes(3)
+        assert [size.dtype for size in sizes] == [torch.float32] * 2  # squares are not rounded to 8 bits
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, expected, rtol=0.05, atol=0.05)
 

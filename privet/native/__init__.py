@@ -278,7 +278,7 @@ def in_rows(x: Tensor) -> bool:
 def mean_squares(x: Tensor) -> Tensor:
     """Of each record of x, whose records lie one after another (`in_rows`)."""
     found = x.new_empty(len(x))
-    _c().privet_mean_squares(x.data_ptr(), len(x), x[0].numel(), found.data_ptr())
+    _c().privet_mean_squares(x.data_ptr(), len(x), x.numel() // len(x), found.data_ptr())
     return found
 
 
@@ -288,8 +288,9 @@ def add_multiples(x: Tensor, y: Tensor, factors: Tensor, factor: float) -> Tenso
         raise ValueError(f"{tuple(factors.shape)} factors do not go with {tuple(x.shape)} and {tuple(y.shape)}.")
     out = torch.empty_like(x)
     _c().privet_add_multiples(
-        x.data_ptr(), y.data_ptr(), factors.data_ptr(), factors.stride(0), factor, len(x), x[0].numel(), out.data_ptr()
-    )
+        x.data_ptr(), y.data_ptr(), factors.data_ptr(), factors.stride(0), factor, len(x), x.numel() // len(x),
+        out.data_ptr(),
+    )  # fmt: skip
     return out
 
 
