@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
@@ -26,6 +26,8 @@ from .hooks import only_looks
 from .options import option
 
 _HALF = (torch.float16, torch.bfloat16)
+_NOTICED = 2.0**-24
+"""Single precision does not notice less than this beside 1."""
 _WHAT_GAMMA_IS = "γ of the focal loss: how much less records count that are right; 0 is cross-entropy"
 _AFFINE = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -323,15 +325,24 @@ class LosingLess(SSEFocal):
     def __post_init__(self, model: nn.Module) -> None:
         super().__post_init__()
         _not_negative("penalty", self.penalty)
-        self.pre_activations = PreActivations(model, self.penalty_layers, squared=self.squared_norms)
+        self.pre_activations = PreActivations(
+            model, self.penalty_layers, squared=self.squared_norms, wanted=lambda: self.weight > 0
+        )
 
     @classmethod
     def of(cls, model: nn.Module, **options: Any) -> Self:
         return cls(model, **options)
 
+    @property
+    def weight(self) -> float:
+        """Of the penalty now: λ·(1 − α), or λ if it stays. Once it has faded away, it is 0 and costs no time."""
+        left = 1 - self.alpha if self.penalty_fades else 1
+        return self.penalty * left if left > _NOTICED else 0.0
+
     def per_record(self, scores: Tensor, targets: Tensor) -> Tensor:
-        weight = self.penalty * (1 - self.alpha if self.penalty_fades else 1)
-        return self.with_penalty(scores, targets, weight, self.pre_activations.sizes(len(scores)))
+        weight = self.weight
+        sizes = self.pre_activations.sizes(len(scores)) if weight else []
+        return self.with_penalty(scores, targets, weight, sizes)
 
     def close(self) -> None:
         self.pre_activations.close()
@@ -343,12 +354,23 @@ class PreActivations:
     Without `layers`, every Linear and Conv is watched, and the one that runs last counts as the output, not as hidden.
     With patterns of layer names (a list, or a text with commas), all layers that match one count, of whatever type.
 
+    `wanted` is asked at the start of each pass whether it is to be watched.
+
     The hooks come after those of a method, which replace a layer's output by one that shows it the gradient there. So
     the method meets the penalty's gradient as it meets any other.
     """
 
-    def __init__(self, model: nn.Module, layers: str | Sequence[str] | None = None, *, squared: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: str | Sequence[str] | None = None,
+        *,
+        squared: bool = True,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._squared = squared
+        self._wanted = wanted
+        self._watching = True
         self._all_hidden = layers is not None
         self._watched = _matching(model, layers)
         self._seen: list[Tensor] | None = None
@@ -390,7 +412,7 @@ class PreActivations:
         @only_looks
         def begin(called: nn.Module, _args: Any) -> None:
             if called is model:  # a copy of the model has these hooks too
-                self._seen = []
+                self._watching, self._seen = self._wanted(), []
                 self._trained = {name for name, layer in self._watched.items() if _trains(layer)}
 
         return begin
@@ -398,7 +420,7 @@ class PreActivations:
     def _look(self, name: str, layer: nn.Module) -> Any:
         @only_looks
         def look(called: nn.Module, _args: Any, output: Any) -> Tensor | None:
-            if called is not layer:
+            if called is not layer or not self._watching:
                 return None
             if not isinstance(output, Tensor) or output.dim() < 2:
                 got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

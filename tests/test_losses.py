@@ -262,6 +262,23 @@ def test_the_penalty_fades_as_sse_does_unless_told_to_stay(fades: bool) -> None:
             torch.testing.assert_close(criterion(model(x), y), expected)
 
 
+def test_a_penalty_that_has_faded_away_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = network(), images(5)
+    measured: list[int] = []
+    whole = losses._measured
+    monkeypatch.setattr(losses, "_measured", lambda h, squared: measured.append(len(h)) or whole(h, squared))
+    with LosingLess(model, gamma=2, penalty=0.25) as criterion:
+        for epoch, layers in [(0.0, 3), (16.0, 3), (17.0, 0), (40.0, 0), (16.0, 3)]:  # e^-17 is below 2^-24
+            criterion.epoch = epoch
+            measured.clear()
+            criterion(model(x), y).sum().backward()
+            assert len(measured) == layers
+        criterion.epoch, criterion.penalty_fades = 40.0, False
+        measured.clear()
+        criterion(model(x), y)
+        assert len(measured) == 3
+
+
 def test_the_penalty_without_squares_is_finite_where_nothing_is_active() -> None:
     model, (x, y) = network(), images(5)
     with LosingLess(model, gamma=2, penalty=0.25, squared_norms=False) as criterion:
