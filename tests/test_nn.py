@@ -125,6 +125,21 @@ def shapes_of_convolutions(model: nn.Module, x: Tensor) -> list[tuple[int, ...]]
     return found
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds", "parameters"),
+    [
+        ("scatter-mnist-cnn", "Conv Tanh Conv Tanh Flatten Linear Tanh Linear", 33_066),
+        ("scatter-cifar-cnn", "Conv Tanh Max Conv Tanh Flatten Linear", 187_210),
+    ],
+)
+def test_networks_on_scattering_features_as_tramer_and_boneh_have_them(name: str, kinds: str, parameters: int) -> None:
+    model = build(name, input_shape=EXAMPLE_SHAPES[name], classes=10, original=True)
+    found = [type(layer).__name__ for layer in model.children()]
+    assert all(one.startswith(kind) for one, kind in zip(found, kinds.split(), strict=True)), found
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert model(example(name, 2)).shape == (2, 10)
+
+
 def test_backprop_mnist_is_figure_3() -> None:
     model = build("backprop-mnist", input_shape=(1, 28, 28), classes=10)
     assert [type(layer).__name__ for layer in model] == (

@@ -133,6 +133,18 @@ def _at_3(row: Row) -> Row:
     )
 
 
+def _original(where: str, loss: str) -> Row:
+    """At epsilon 3, the network of Tramèr and Boneh's code, which Table 4 prints with twice the convolutions."""
+    row = _at_3(_row(where, loss))
+    return replace(
+        row,
+        key=row.key.replace("-at-3/", "-original/"),
+        settings={**row.settings, "model_options": {"original": True}},
+        theirs=_LINEAR[where.removesuffix("-scattering")][1] if loss == "ce" else None,
+        note=f"{row.note}, the network as Tramèr and Boneh have it",
+    )
+
+
 # Best published without extra data at epsilon 3 (Tramèr and Boneh 2021); settings chosen on validation records.
 _LINEAR: Mapping[str, tuple[str, float, Mapping[str, Any]]] = {
     "mnist": ("mnist", 0.987, {"batch": 4096, "epochs": 40, "lr": 4}),
@@ -155,6 +167,14 @@ def _linear(where: str) -> Row:
     )
 
 
+def _of(where: str) -> list[Row]:
+    """The rows of a line of Table 5."""
+    as_printed = [*(_row(where, loss) for loss in _LOSSES), _to_cross_entropy(where)]
+    full = [_at_3(row) for row in as_printed if row.settings["loss"] in ("ce", "losing-less")]
+    original = [_original(where, loss) for loss in ("ce", "losing-less")] if "scattering" in where else []
+    return [*as_printed, _staying(where), *full, *original]
+
+
 STUDY = Study(
     name="losing-less",
     title="The losing-less loss (Shamsabadi and Papernot 2021)",
@@ -163,13 +183,6 @@ STUDY = Study(
         "`within 1` and so on are accuracies on the test set when the exact accountant says that so much was spent. "
         "CIFAR-10 is the JPEG-compressed copy."
     ),
-    rows=[
-        *(_row(where, loss) for where in _SETTINGS for loss in _LOSSES),
-        *map(_to_cross_entropy, _SETTINGS),
-        *map(_staying, _SETTINGS),
-        *map(_at_3, [_row(where, loss) for where in _SETTINGS for loss in ("ce", "losing-less")]),
-        *map(_at_3, map(_to_cross_entropy, _SETTINGS)),
-        *(_linear(where) for where in _LINEAR),
-    ],
+    rows=[*(row for where in _SETTINGS for row in _of(where)), *map(_linear, _LINEAR)],
     epsilons=(1.0, 1.5, 2.0, 3.0),
 )
